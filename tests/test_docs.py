@@ -101,8 +101,8 @@ def reachable(text: str) -> Iterator[str]:
     """The text with the addresses that it names replaced by those of clouds that run."""
     with ExitStack() as stack:
         if PLAIN in text:
-            model = "text-cloud" if "text-cloud" in text or "other-edge" in text else "demo"
-            text = text.replace(PLAIN, stack.enter_context(cloud_process(model)))
+            texts = any(word in text for word in ("text-cloud", "other-edge", "--edge none"))
+            text = text.replace(PLAIN, stack.enter_context(cloud_process("text-cloud" if texts else "demo")))
         if VLLM in text:
             server = stack.enter_context(VllmServer(Model(load_engine("text-cloud"))))
             text = text.replace(VLLM, f"127.0.0.1:{server.port}")

@@ -8,13 +8,14 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast, overload
+from types import NoneType
+from typing import cast, overload
 
 from outrider.aio import AsyncStream as AsyncStream
 from outrider.aio import run_in_executor
 from outrider.batch import Batch, as_batch, check_results, run_batch, share_engines
 from outrider.chat import Conversation as Conversation
-from outrider.config import DEFAULT_K, DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope, is_integer
+from outrider.config import DEFAULT_K, DriverName, OnCloudLoss, OnLoop, Privacy, Scope, check_type, is_integer
 from outrider.decoding.adaptive_draft_length import AcceptanceModel
 from outrider.decoding.detokenizer import Tokenizer
 from outrider.decoding.draft_length import parse_draft_length
@@ -23,6 +24,7 @@ from outrider.decoding.gate import Gate
 from outrider.decoding.loop_detection import DEFAULT_LOOP_RULE
 from outrider.decoding.options import DecodingOptions
 from outrider.decoding.result import GuaranteeTracker, Result
+from outrider.edge.arguments import build_settings, check_arguments, check_ids, describe_engine
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.generation import Generation, GenerationContext
 from outrider.edge.model_pair import ModelPair
@@ -105,7 +107,7 @@ class SpeculativeDecoder:
         lazy: bool = False,
         slots: int = 8,
     ) -> None:
-        _check_types(draft, verifier, lookup)
+        check_arguments(draft, verifier, lookup, reader, watch=watch, lazy=lazy)
         if not is_integer(slots) or slots < 1:
             raise SettingsError(f"slots is a whole number, 1 or more, not {slots!r}")
         options = DecodingOptions(
@@ -181,7 +183,7 @@ class SpeculativeDecoder:
         prompts = as_batch(prompt)
         if prompts is None:
             return self._generate(cast(PromptLike, prompt), settings, cache_salt)
-        GenerationSettings.build(settings)
+        build_settings(settings, cache_salt)
         with self._shared_guard.generation():
             self._pair.connect()
             return run_batch(
@@ -196,6 +198,7 @@ class SpeculativeDecoder:
         Raise at once, as `generate` does. The texts of the tokens that stay make up the result's text.
         cancellation: ends the generation from another thread. This one gets `concurrent.futures.CancelledError`.
         """
+        check_type("cancellation", cancellation, (Cancellation, NoneType), "a Cancellation")
         return self._start(prompt, settings, cancellation, cache_salt=cache_salt).stream()
 
     @overload
@@ -212,7 +215,7 @@ class SpeculativeDecoder:
         The cancellation of the awaiting task cancels the generation before its next forward pass. CancelledError is
         raised when its slot and its session are free.
         """
-        GenerationSettings.build(settings)
+        build_settings(settings, cache_salt)
         prompts = as_batch(prompt)
         if prompts is None:
             work = partial(self._generate, cast(PromptLike, prompt), settings, cache_salt, is_shared=True)
@@ -226,7 +229,7 @@ class SpeculativeDecoder:
 
         Raises (here: SettingsError, in the iteration: all others): as `generate`.
         """
-        GenerationSettings.build(settings)
+        build_settings(settings, cache_salt)
         start = partial(self._start, prompt, settings, is_shared=True, cache_salt=cache_salt)
         return AsyncStream(self._executor, lambda cancel: start(cancel).stream())
 
@@ -237,7 +240,7 @@ class SpeculativeDecoder:
 
         system: the system prompt. messages: an earlier history. cache_salt, settings: as for `generate`, for all turns.
         """
-        GenerationSettings.build(settings)
+        build_settings(settings, cache_salt)
         return Conversation(self, system, messages, cache_salt=cache_salt, **settings)
 
     def _generate(
@@ -265,7 +268,7 @@ class SpeculativeDecoder:
         """Return a generation. is_shared: others may run in other threads at the same time."""
         if as_batch(prompt) is not None:
             raise PromptError("a batch of prompts has no stream: use generate, or a stream for each prompt")
-        settings = GenerationSettings.build(values)
+        settings = build_settings(values, cache_salt)
         self._uses_shared |= is_shared  # from then on always, since the KV caches for later turns are there
         handshake = self._pair.connect(cancellation)
         encoded = replace(self.encode(prompt), cache_salt=cache_salt)
@@ -298,6 +301,7 @@ class SpeculativeDecoder:
 
     def share_state_with(self, other: SpeculativeDecoder) -> None:
         """Share the audits, the learnt draft length and acceptance rates with a decoder of the same settings."""
+        check_type("other", other, SpeculativeDecoder, "a SpeculativeDecoder")
         self._acceptance = other._acceptance
         self.draft_length, self._guarantees, self._lock = other.draft_length, other._guarantees, other._lock
 
@@ -309,6 +313,7 @@ class SpeculativeDecoder:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids without special tokens, empty if there is no tokenizer."""
+        check_ids(ids)
         return self._context().decode(ids)
 
     @property
@@ -348,7 +353,7 @@ class SpeculativeDecoder:
         return " · ".join([*sides, f"k {k}", f"gate {gate}", f"accept {accept}", f"loop {on_loop}"])
 
     def _describe_edge(self) -> str:
-        model = None if self._model is None else _describe_engine(self._model)
+        model = None if self._model is None else describe_engine(self._model)
         if model is not None and self._reader.codecs is not None:
             model = f"{model}, its drafts translated through text to {self._reader.encoder.name}"
         return " + ".join(part for part in (model, self.lookup and self.lookup.name) if part) or "none"
@@ -357,7 +362,7 @@ class SpeculativeDecoder:
         if self.verifier is None:
             return "none"
         if isinstance(self.verifier, LocalVerifier):
-            return _describe_engine(self.verifier.engine)
+            return describe_engine(self.verifier.engine)
         name = self._target.name if self._pair.state.is_complete else "not there"
         options = self.options
         return f"{name}, {options.driver}, on loss {options.on_cloud_loss}, privacy {options.privacy}"
@@ -365,24 +370,6 @@ class SpeculativeDecoder:
     @property
     def _target(self) -> ModelInfo:
         return self._pair.state.target
-
-
-def _describe_engine(engine: Any) -> str:
-    """Return a model's name, number format and device."""
-    return f"{engine.name} ({str(engine.dtype).removeprefix('torch.')}, {engine.device})"
-
-
-def _check_types(draft: object, verifier: object, lookup: object) -> None:
-    if lookup is not None and not isinstance(lookup, PromptLookup):
-        raise SettingsError(f"lookup is a prompt lookup from prompt_lookup(…), not {type(lookup).__name__}")
-    if lookup is not None and not hasattr(draft, "forward_many"):
-        raise SettingsError("lookup is for an edge engine as draft. Without one, give draft=prompt_lookup(…)")
-    if draft is not None and not isinstance(draft, PromptLookup) and not hasattr(draft, "forward_many"):
-        raise SettingsError(
-            f"draft is an engine, as from load_engine(…), or prompt_lookup(…), not {type(draft).__name__}"
-        )
-    if verifier is not None and not hasattr(verifier, "describe"):
-        raise SettingsError(f"verifier is one from local(…) or connect(…), not {type(verifier).__name__}")
 
 
 def local(engine: Engine) -> LocalVerifier:

@@ -47,6 +47,10 @@ def as_batch(prompt: PromptLike | Batch) -> Seq[PromptLike] | None:
                 f"prompts[0] is a prompt ({type(prompt[0]).__name__}), so this is a batch, but prompts[{number}] is "
                 f"{type(item).__name__}: each is a text, Audio, a list of token ids or a list of messages"
             )
+        if as_batch(item) is not None:
+            raise PromptError(
+                f"prompts[{number}] is a batch: each is a text, Audio, a list of token ids or a list of messages"
+            )
     return cast(Seq[PromptLike], prompt)
 
 

@@ -57,6 +57,8 @@ class Conversation:
     ) -> None:
         if not isinstance(messages, Seq) or not all(isinstance(message, dict) for message in messages):
             raise PromptError("messages: a history is a list of messages, which are dictionaries")
+        if system is not None and messages and messages[0].get("role") == "system":
+            raise PromptError("system: the messages already begin with a system message: leave out one of them")
         opening = [] if system is None else [{"role": "system", "content": _check_text("system", system)}]
         self._decoder, self._settings = decoder, settings
         self._messages: list[Message] = [*opening, *deepcopy(list(messages))]

@@ -69,23 +69,11 @@ class Grammar:
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
         """Return the grammar of a JSON schema. Keys of an object are written in the order of `properties`."""
+        check_type("schema", schema, (Mapping, bool), "a mapping, True or False")
         try:
             return cls("json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
         except (TypeError, ValueError, RecursionError) as error:
             raise SettingsError(f"grammar: the schema is not JSON: {error}") from error
-
-    @classmethod
-    def json_in(
-        cls, schema: Mapping[str, Any] | bool, before: str = "", after: str = "", *, separator: str | None = None
-    ) -> Grammar:
-        """Return the grammar of JSON between two texts, such as those around a tool call.
-
-        separator: allow several values, with this text between each two.
-        """
-        before, after, between = (json.dumps(text, ensure_ascii=False) for text in (before, after, separator or ""))
-        more = "" if separator is None else f" ({between} call)*"
-        value = cls.json_schema(schema).text
-        return cls("lark", f"start: call{more}\ncall: {before} value {after}\nvalue: %json {value}")
 
 
 @dataclass(frozen=True)
@@ -346,6 +334,11 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
     """Raise SettingsError unless `value` is one of a Literal's members."""
     options = get_args(choices)
     _require(value in options, f"{name} {value!r}: expected one of {', '.join(options)}")
+
+
+def check_type(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise SettingsError unless `value` is of this type. expected: the type in words."""
+    _require(isinstance(value, kind), f"{name} is {expected}, not {value!r}")
 
 
 def _convert(name: str, value: Any) -> Any:

@@ -70,7 +70,15 @@ class GrammarError(SettingsError):
 
 
 class PromptError(InputError):
-    """A prompt is empty, too long, or of a kind that the model does not take."""
+    """A prompt is empty, too long, or of a kind that the model does not take.
+
+    place: the path of the field at fault in a chat, such as "messages.0.content" or "tools.1.function.description", or
+    None for the whole prompt.
+    """
+
+    def __init__(self, message: str = "", *, place: str | None = None) -> None:
+        super().__init__(message)
+        self.place = place
 
 
 class ContextError(PromptError):

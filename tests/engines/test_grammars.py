@@ -41,11 +41,13 @@ PAIR = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": 
         (Grammar.json_schema(True), ("[]", "1", '"x"'), ("", "x")),
         (Grammar("regex", "a/b|[é社]+"), ("a/b", "é社"), ("a", "a/bb", "")),
         (Grammar("lark", 'start: "a" start "b" | "社"'), ("社", "aa社bb"), ("a社", "aa社b")),
-        (Grammar.json_in(PAIR, "<t>", "</t>"), ('<t>{"a":1}</t>',), ('{"a":1}', '<t>{"a":1}</t><t>{"a":1}</t>')),
-        (Grammar.json_in({"const": 'é"'}, '"\\', separator=", "), ('"\\"é\\""', '"\\"é\\"", "\\"é\\""'), ('"\\é',)),
+        (Grammar("lark", f'start: "<t>" value "</t>"\nvalue: %json {json.dumps(PAIR)}'),
+         ('<t>{"a":1}</t>',), ('{"a":1}', '<t>{"a":1}</t><t>{"a":1}</t>', '<t>{"a":  1}</t>')),
+        (Grammar("lark", 'start: call (", " call)*\ncall: "\\"\\\\" %json {"const":"é\\""}'),
+         ('"\\"é\\""', '"\\"é\\"", "\\"é\\""'), ('"\\é',)),
     ],
     ids=lambda value: value.kind if isinstance(value, Grammar) else "",
-)
+)  # fmt: skip
 def test_what_a_grammar_accepts(kind: str, grammar: Grammar, good: tuple[str, ...], bad: tuple[str, ...]) -> None:
     assert [text for text in good if not accepts(grammar, text, kind)] == []
     assert [text for text in bad if accepts(grammar, text, kind)] == []
@@ -89,7 +91,7 @@ EMPTY = [
 
 @pytest.mark.parametrize("grammar", EMPTY, ids=lambda grammar: grammar.text)
 def test_a_grammar_that_no_output_matches_is_refused(grammar: Grammar) -> None:
-    with pytest.raises(GrammarError, match="no output matches it"):
+    with pytest.raises(GrammarError, match=r"no (finite value|output) matches it"):
         compile_grammar(grammar, byte_level(), EOS)
 
 
@@ -117,7 +119,11 @@ def test_a_dead_end_is_an_error_at_every_attempt() -> None:
         ({"type": "array", "items": {"type": "integer", "minimum": 3, "maximum": 1}, "minItems": 1}, "items", "than"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "", "use anyOf"),
         ({"type": "foo"}, "", "Invalid type"),
-        ({"x-guidance": {"lenient": True}, "if": {}}, "x-guidance", "lenient: expected an object of whitespace"),
+        (
+            {"x-guidance": {"lenient": True}, "if": {}},
+            "x-guidance",
+            "lenient: expected an object with the keys whitespace",
+        ),
         ({"x-guidance": 3}, "x-guidance", "3: expected an object"),
         (False, "", "allows no output"),
     ],

@@ -150,6 +150,51 @@ def test_a_grammar_ends_only_with_eos_so_a_longer_minimum_is_an_error() -> None:
         run(Grammar("regex", "ok"), min_new_tokens=50)
 
 
+DEAD_END = Grammar(
+    "regex", r"[a-z ]{3,30}\."
+)  # with no_repeat_ngram_size 1, no token may be able to follow a wrong draft
+
+
+@pytest.mark.parametrize("source", ["model", "lookup", "model+lookup"])
+@settings(max_examples=15)
+@given(st.lists(st.integers(300, 1000), min_size=1, max_size=6), st.integers(2, 8), st.integers(0, 2**32))
+def test_a_dead_end_of_the_drafts_does_not_change_the_output(source: str, prompt: list[int], k: int, seed: int) -> None:
+    lookup = prompt_lookup(demo_cloud().tokenizer)
+    draft = lookup if source == "lookup" else demo_edge()
+    decoder = SpeculativeDecoder(draft, local(demo_cloud()), lookup=lookup if source == "model+lookup" else None, k=k)
+    options = {"max_new_tokens": 40, "no_repeat_ngram_size": 1, "grammar": DEAD_END, **SAMPLED, "seed": seed}
+    assert tokens_or_error(decoder, prompt, options) == tokens_or_error(
+        SpeculativeDecoder(None, local(demo_cloud())), prompt, options
+    )
+
+
+def tokens_or_error(decoder: SpeculativeDecoder, prompt: list[int], options: dict[str, Any]) -> list[int] | type:
+    """Return the output's tokens, or DecodingError if no token can follow."""
+    try:
+        return decoder.generate(prompt, **options).token_ids
+    except DecodingError:
+        return DecodingError
+
+
+def test_a_drafter_in_a_dead_end_ends_its_block() -> None:
+    options = {"max_new_tokens": 60, "no_repeat_ngram_size": 1, "frequency_penalty": 2.0, "grammar": DEAD_END}
+    result = SpeculativeDecoder(demo_edge(), local(demo_cloud()), k=8).generate([397, 530, 585], **options)
+    assert (result.finish_reason, result.guarantee) == ("eos", "exact")
+
+
+def test_a_dead_end_after_a_stop_string_is_no_error() -> None:
+    options = {"grammar": Grammar("regex", "aa"), "no_repeat_ngram_size": 1}
+    with pytest.raises(DecodingError):
+        SpeculativeDecoder(demo_edge(), k=5).generate(PROMPT, **options)
+    result = SpeculativeDecoder(demo_edge(), k=5).generate(PROMPT, stop=["a"], **options)
+    assert (result.text, result.finish_reason) == ("a", "stop")
+
+
+def test_a_dead_end_of_the_edge_alone_is_an_error() -> None:
+    with pytest.raises(DecodingError, match="every token that the grammar allows"):
+        SpeculativeDecoder(demo_edge()).generate(PROMPT, grammar=Grammar("regex", "ok"), min_new_tokens=50)
+
+
 def test_a_model_without_a_tokenizer_is_refused() -> None:
     engine = demo_cloud()
     tokenizer, engine.tokenizer = engine.tokenizer, None

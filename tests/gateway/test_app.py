@@ -179,7 +179,7 @@ def test_what_fails_before_the_first_word_has_its_status_streaming_or_not(
     [
         (ContextError("a prompt of 3000 tokens: demo holds 2048"), "prompt", "context_length_exceeded"),
         (SettingsError("logit_bias: ids go up to 1023"), "logit_bias", "unusable"),
-        (SettingsError("this gateway has no cloud: only the way edge-only works here"), "outrider.way", "unusable"),
+        (SettingsError("way 'speculative' needs a cloud, and this gateway has none"), "outrider.way", "unusable"),
         (
             SettingsError("net 'cut' with on_cloud_loss 'wait' would wait forever: choose another on_cloud_loss"),
             "outrider.net",

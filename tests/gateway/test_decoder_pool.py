@@ -274,7 +274,7 @@ def test_unavailable_options_are_refused_by_name(options: RequestOptions, why: s
 @pytest.mark.parametrize("way", ["speculative", "cloud-only"])
 def test_without_a_cloud_there_is_one_way(way: Any) -> None:
     pool = DecoderPool(scripted(), None)
-    with pytest.raises(SettingsError, match="this gateway has no cloud"):
+    with pytest.raises(SettingsError, match="this gateway has none"):
         pool.decoder(RequestOptions(way))
     assert pool.decoder(RequestOptions("edge-only")).generate([1, 2], max_new_tokens=4).guarantee == "edge-only"
 

@@ -165,7 +165,7 @@ def test_control_tokens_in_messages_are_refused_by_name(client: openai.OpenAI, t
         messages: Any = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": content}]
         with pytest.raises(openai.BadRequestError, match=r"messages\.1.* contains the control token '<\|") as refusal:
             client.chat.completions.create(model="outrider", messages=messages)
-        assert refusal.value.param == "messages"
+        assert refusal.value.param == "messages.1.content"
 
 
 def test_a_placeholder_of_a_recording_in_a_prompt_is_refused(client: openai.OpenAI) -> None:

@@ -19,12 +19,14 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 import outrider
 from outrider.errors import AudioError, ContextError
+from outrider.gateway.completion_schema import CompletionRequest
 from outrider.gateway.decoder_pool import RequestOptions
 from outrider.gateway.defaults import Defaults
+from outrider.gateway.error_params import attach_param
 from outrider.gateway.errors import RequestError
 from outrider.gateway.recordings import decode_recording
-from outrider.gateway.request_parsing import ParsedRequest, attach_param, parse_request, validate_body
-from outrider.gateway.request_schema import IGNORED, UNSUPPORTED, ChatRequest, CompletionRequest, Request
+from outrider.gateway.request_parsing import ParsedRequest, parse_request, validate_body
+from outrider.gateway.request_schema import IGNORED, UNSUPPORTED, ChatRequest, Request
 from outrider.prompts.audio import Audio, quantize
 from outrider.prompts.audio import read as read_audio
 
@@ -208,8 +210,20 @@ def test_an_empty_stop_asks_for_nothing(stop: Any) -> None:
     assert chat(stop=["", "x"]).stop == ("x",)
 
 
-def test_usage_may_be_asked_of_a_whole_answer_which_has_it_anyway() -> None:
-    assert not chat(stream_options={"include_usage": True}).stream
+@pytest.mark.parametrize("stream", [{}, {"stream": False}, {"stream": None}])
+@pytest.mark.parametrize("options", [{}, {"include_usage": True}, {"include_usage": False}])
+@pytest.mark.parametrize("ask", [chat, completion])
+def test_options_of_a_stream_need_a_stream(ask: Any, options: dict[str, Any], stream: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="stream to true") as refused:
+        ask(stream_options=options, **stream)
+    assert refused.value.param == "stream_options"
+    assert ask(stream_options=options, stream=True).stream
+    assert not ask(stream_options=None, **stream).stream
+
+
+def test_a_seed_at_temperature_0_is_taken() -> None:
+    assert chat(seed=5, temperature=0).notes == ()
+    assert chat(seed=5).settings["seed"] == 5
 
 
 # Recordings -------------------------------------------------------------------------------------------------
@@ -354,7 +368,7 @@ def test_a_network_that_would_hold_a_slot_for_long_is_refused(net: str) -> None:
 
 
 def test_a_setting_that_stands_in_outrider_is_pointed_at() -> None:
-    with pytest.raises(RequestError, match=r"it is outrider\.top_k here"):
+    with pytest.raises(RequestError, match=r"use outrider\.top_k"):
         chat(top_k=5)
 
 
@@ -480,7 +494,17 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
         ({"prompt": ["a"] * 129}, "prompt", "at most 128 items"),
         ({"prompt": []}, "prompt", "at least 1 item"),
-        ({"prompt": {}}, "prompt", "valid"),
+        ({"prompt": {}}, "prompt", "valid string: a prompt is a text, token ids"),
+        ({"prompt": 5}, "prompt", "valid string: a prompt is a text, token ids"),
+        ({"prompt": ["a", [1]]}, "prompt.1", "valid string: a prompt is a text, token ids"),
+        ({"prompt": ["a", 1]}, "prompt.1", "valid string: a prompt is a text, token ids"),
+        ({"prompt": [[1], "a"]}, "prompt.1", "valid list: a prompt is a text, token ids"),
+        ({"prompt": [1, "a"]}, "prompt.1", "valid integer: a prompt is a text, token ids"),
+        ({"prompt": [1, [2]]}, "prompt.1", "valid integer: a prompt is a text, token ids"),
+        ({"prompt": [[1], [2, "a"]]}, "prompt.1.1", "valid integer: a prompt is a text, token ids"),
+        ({"prompt": [None]}, "prompt.0", "valid integer: a prompt is a text, token ids"),
+        ({"prompt": [[1], [-1]]}, "prompt.1.0", "greater than or equal to 0"),
+        ({"prompt": [[1], []]}, "prompt.1", "at least 1 item"),
         ({"outrider": {"k": "AUTO"}}, "outrider.k", "1 to 64, or auto"),
         ({"outrider": {"k": True}}, "outrider.k", "1 to 64, or auto"),
     ],
@@ -491,6 +515,25 @@ def test_of_a_field_with_several_forms_the_one_that_was_meant_is_spoken_of(
     with pytest.raises(RequestError, match=said) as refused:
         completion(**fields)
     assert refused.value.param == param
+
+
+def tool_call(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "tool_calls": [{**CALL, **fields}]}]}
+
+
+@pytest.mark.parametrize("kind", ["custom", "web_search", "allowed_tools", "functions", 5, None])
+@pytest.mark.parametrize("more", [{}, {"custom": {"name": "f"}}, {"function": {"name": "f", "x": 1}}])
+def test_a_wrong_type_is_the_error_whatever_else_its_object_holds(kind: Any, more: dict[str, Any]) -> None:
+    wrong = {"type": kind, **more}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"tools": [TOOL, {**TOOL, **wrong}]}, "tools.1.type"),
+        ({"tools": [TOOL], "tool_choice": wrong}, "tool_choice.type"),
+        (tool_call(**wrong), "messages.0.tool_calls.0.type"),
+    ]
+    for fields, param in cases:
+        with pytest.raises(RequestError, match="expected function, the only supported type") as refused:
+            chat(**fields)
+        assert refused.value.param == param
 
 
 def test_what_is_no_recording_is_named_without_our_objects() -> None:
@@ -600,7 +643,7 @@ def test_a_body_with_many_faults_is_refused_for_one_of_them(name: str, monkeypat
     with pytest.raises(RequestError):
         validate_body(kind, body)
     assert time.thread_time() - started < 1.0, "an error per fault takes many seconds"
-    monkeypatch.setattr("outrider.gateway.request_parsing._to_request_error", refused)
+    monkeypatch.setattr("outrider.gateway.request_parsing.to_request_error", refused)
     with pytest.raises(Refused):
         validate_body(kind, body)
     assert counts[0] <= 6, "one; and one for each form that a field may have, or that is missing"

@@ -233,7 +233,36 @@ def test_an_error_names_the_item() -> None:
     items = [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "1"}]
     with serving(defaults=DEFAULTS) as running:
         reply = httpx2.post(f"{running.url}/v1/responses", json={"model": "outrider", "input": items})
-    assert reply.json()["error"]["param"] == "input.1.tool_calls.0.function.arguments"
+    assert reply.json()["error"]["param"] == "input.1.arguments"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"tools": [{"type": "custom", "name": "f", "format": {}}]}, "tools.0.type", "expected function, the only"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.type", "expected func"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", '{"type": "function", "name": …}'),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input.0", "expected an item of type message, function_c"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0",
+         "expected a part of type input_text, output_text or input_audio"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role", "system, developer, user or assistant"),
+    ],
+)  # fmt: skip
+def test_a_wrong_kind_is_refused_with_those_that_there_are(fields: dict[str, Any], param: str, said: str) -> None:
+    with serving(defaults=DEFAULTS) as running:
+        reply = httpx2.post(f"{running.url}/v1/responses", json={"model": "outrider", "input": "x", **fields})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param)
+    assert f"{param}: " in error["message"]
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize("options", [{}, {"include_obfuscation": False}])
+def test_options_of_a_stream_need_a_stream(options: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError, match="stream to true") as refused:
+        create(extra_body={"stream_options": options})
+    assert refused.value.param == "stream_options"
+    assert create(stream=True, extra_body={"stream_options": options})[0]
 
 
 def test_a_recording_is_captioned() -> None:

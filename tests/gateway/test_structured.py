@@ -14,10 +14,12 @@ from outrider import SpeculativeDecoder, local
 from outrider.config import Grammar
 from outrider.engines.grammars import compile_grammar
 from outrider.errors import GrammarError
+from outrider.gateway.completion_schema import CompletionRequest
 from outrider.gateway.defaults import Defaults
+from outrider.gateway.error_params import attach_param
 from outrider.gateway.errors import RequestError
-from outrider.gateway.request_parsing import attach_param, parse_request, validate_body
-from outrider.gateway.request_schema import ChatRequest, CompletionRequest
+from outrider.gateway.request_parsing import parse_request, validate_body
+from outrider.gateway.request_schema import ChatRequest
 from tests.support.gateway_pair import demo_cloud, demo_edge
 from tests.support.gateway_process import running_gateway
 
@@ -51,7 +53,7 @@ def format_of(schema: Any, **more: Any) -> dict[str, Any]:
 def test_a_request_s_grammar(fields: dict[str, Any], expected: Grammar | None, field: str | None) -> None:
     request = parsed(**fields)
     assert request.settings["grammar"] == expected
-    assert request.grammar_field == field
+    assert request.grammar_fields == ({} if field is None else {"": field})
 
 
 def test_a_completion_takes_a_regular_expression() -> None:
@@ -85,7 +87,7 @@ def test_the_command_line_s_grammar_yields_to_the_request_s() -> None:
         ({"response_format": format_of({}), "outrider": {"regex": "a"}}, "outrider.regex", "give one"),
         ({"outrider": {"regex": "a", "grammar": "b"}}, "outrider.grammar", "give one"),
         ({"outrider": {"regex": ""}}, "outrider.regex", "at least 1"),
-        ({"outrider": {"regex": "a", "ignore_eos": True}}, "outrider.grammar", "ignore_eos"),
+        ({"outrider": {"regex": "a", "ignore_eos": True}}, "outrider.ignore_eos", "outrider.regex ends"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_field(fields: dict[str, Any], param: str, message: str) -> None:
@@ -167,9 +169,11 @@ def test_a_schema_that_cannot_be_compiled_has_status_400(client: openai.OpenAI, 
 
 
 @pytest.mark.network
-def test_an_answer_without_a_token_to_choose_has_status_400(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="min_new_tokens"):
-        create(client, extra_body={"outrider": {"regex": "ok", "min_new_tokens": 50}})
+@pytest.mark.parametrize("way", ["speculative", "edge-only", "cloud-only"])
+def test_an_answer_without_a_token_to_choose_has_status_400(client: openai.OpenAI, way: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"outrider\.min_new_tokens bans every token") as refused:
+        create(client, extra_body={"outrider": {"regex": "ok", "min_new_tokens": 50, "way": way}})
+    assert refused.value.param == "outrider.min_new_tokens"
 
 
 @pytest.mark.network

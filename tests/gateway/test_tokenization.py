@@ -66,7 +66,7 @@ def test_a_conversation_has_the_tokens_of_its_chat_request(running: Running) -> 
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": ASKED}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "<|im_end|>"}]}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "<|im_end|>"}]}, "messages.0.content"),
         ("/tokenize", {"messages": ASKED, "continue_final_message": True}, "continue_final_message"),
         ("/tokenize", {"prompt": "a", "model": "x"}, "model"),
         ("/detokenize", {"tokens": [10**6]}, "tokens"),

@@ -315,8 +315,7 @@ def enforced(syntax: Any, special: dict[int, str] | None = None, **fields: Any) 
 
 
 def test_a_required_call_is_enforced_by_a_grammar() -> None:
-    prompt, settings = enforced(HERMES)
-    assert prompt.opening == ""
+    _, settings = enforced(HERMES)
     assert "weather" in settings["grammar"].text
     assert "time" in settings["grammar"].text
     named = {"type": "function", "function": {"name": "time"}}
@@ -324,22 +323,110 @@ def test_a_required_call_is_enforced_by_a_grammar() -> None:
     assert enforced(HERMES, tool_choice="auto")[1]["grammar"] is None
 
 
-def test_a_special_opener_is_part_of_the_prompt_because_no_grammar_writes_it() -> None:
-    prompt, settings = enforced(MISTRAL, {5: "[TOOL_CALLS]"})
-    assert prompt.opening == "[TOOL_CALLS]"
-    assert "[TOOL_CALLS]" not in settings["grammar"].text
-    support = ToolSupport(MISTRAL, "[TOOL_CALLS] [", {5: "[TOOL_CALLS]"})
-    output = '[{"name": "time", "arguments": {"city": "Rome"}}]'
-    message = ask(script(*letters(output)), support, tool_choice="required").choices[0].message
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_enforced_call_that_begins_with_a_special_token_is_parsed(streamed: bool) -> None:
+    support = ToolSupport(MISTRAL, "[TOOL_CALLS] [", {FIRST_ID: "[TOOL_CALLS]"})
+    pieces = ["", *letters(' [{"name": "time", "arguments": {"city": "Rome"}}]')]
+    events = [[event(index, text)] for index, text in enumerate(pieces)]
+    played = Script(events, replace(result_of("".join(pieces), len(pieces)), pieces=pieces))
+    if streamed:
+        assert assembled(stream(played, support, tool_choice="required")[0]) == ("", [("time", '{"city": "Rome"}')])
+        return
+    message = ask(played, support, tool_choice="required").choices[0].message
     assert (message.content, message.tool_calls[0].function.name) == (None, "time")
 
 
-def test_a_second_grammar_beside_tools_is_refused() -> None:
-    for choice in ("auto", "required"):
-        with pytest.raises(openai.BadRequestError, match="cannot be combined with tools") as refused:
-            ask(script("x"), tool_choice=choice, response_format={"type": "json_object"})
-        assert refused.value.param == "response_format"
+# A format of the answer beside tools -----------------------------------------------------------------------------
+
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"properties": {"name": {}}}}}
+
+
+@pytest.mark.parametrize("response_format", [FORMAT, {"type": "json_object"}])
+@pytest.mark.parametrize("syntax", [HERMES, MISTRAL])
+def test_the_model_may_call_a_tool_or_answer_in_the_format(syntax: Any, response_format: Any) -> None:
+    settings = enforced(syntax, tool_choice="auto", response_format=response_format)[1]
+    assert "answer: %json" in settings["grammar"].text
+    assert '"weather"' in settings["grammar"].text
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+@pytest.mark.parametrize(
+    "text",
+    ['{"name": "time", "arguments": {"city": "Rome"}}', '{"a": "<tool_call>{\\"name\\": \\"time\\"}"}', "[]", "3"],
+)
+def test_an_answer_in_the_format_is_text_even_if_it_looks_like_a_call(text: str, fields: dict[str, Any]) -> None:
+    played = script(*letters(text))
+    if fields:
+        deltas, chunks = stream(played, response_format=FORMAT)
+        assert assembled(deltas) == (text, [])
+        assert chunks[-1].outrider["warnings"] == []
+        return
+    reply = ask(played, response_format=FORMAT)
+    assert (reply.choices[0].message.content, reply.choices[0].message.tool_calls) == (text, None)
+    assert reply.outrider["warnings"] == []
+
+
+def test_a_call_beside_a_format_is_a_call() -> None:
+    calls = CALLS.removeprefix("I look.\n")
+    expected = [("weather", '{"city": "Rome"}'), ("time", '{"city": "Rome"}')]
+    assert assembled(stream(script(*letters(calls)), response_format=FORMAT)[0]) == ("", expected)
+    assert len(ask(script(*letters(calls)), response_format=FORMAT).choices[0].message.tool_calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required", "response_format": FORMAT}, "response_format.json_schema.schema"),
+        ({"extra_body": {"outrider": {"regex": "a"}}}, "outrider.regex"),
+        ({"extra_body": {"outrider": {"grammar": 'start: "a"'}}}, "outrider.grammar"),
+    ],
+)
+def test_other_grammars_beside_tools_are_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot be combined with tools") as refused:
+        ask(script("x"), **fields)
+    assert refused.value.param == param
     assert ask(script("x"), tool_choice="none", response_format={"type": "json_object"}).choices
+
+
+def test_a_format_is_refused_where_a_call_is_json_alone() -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot be distinguished") as refused:
+        ask(script("x"), ToolSupport(LLAMA), response_format=FORMAT)
+    assert refused.value.param == "response_format"
+
+
+# Keywords of schemas ---------------------------------------------------------------------------------------------
+
+
+def with_typo(**more: Any) -> Any:
+    parameters = {"type": "object", "properties": {"city": {"type": "string", "minLenght": 3}}}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters, **more}}
+
+
+TYPO: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"items": {"maximun": 3}}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [TOOLS[0], with_typo(strict=True)]}, "tools.1.function.parameters.properties.city.minLenght"),
+        (
+            {"tools": [], "response_format": {**TYPO, "json_schema": {**TYPO["json_schema"], "strict": True}}},
+            "response_format.json_schema.schema.items.maximun",
+        ),
+    ],
+)
+def test_an_unknown_keyword_of_a_strict_schema_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError, match="no such keyword") as refused:
+        ask(script("x"), **fields)
+    assert refused.value.param == param
+
+
+def test_an_unknown_keyword_of_another_schema_is_a_warning() -> None:
+    warnings = ask(script("x"), tools=[], response_format=TYPO).outrider["warnings"]
+    assert any(each.startswith("response_format.json_schema.schema: ") and "items.maximun" in each for each in warnings)
+    warnings = ask(script("x"), tools=[with_typo()], tool_choice="required").outrider["warnings"]
+    assert any("tools.0.function.parameters: " in each and "properties.city.minLenght" in each for each in warnings)
+    assert ask(script("x"), tools=[with_typo()]).outrider["warnings"] == []
 
 
 def test_schemas_that_are_too_long_are_refused() -> None:

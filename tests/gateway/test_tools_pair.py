@@ -98,7 +98,37 @@ def test_the_schema_of_a_response_s_tool_is_named_as_it_was_sent(client: openai.
     assert refused.value.param == "tools.0.parameters"
 
 
-def test_two_grammars_are_refused(client: openai.OpenAI) -> None:
+ANSWER: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"warm": {"type": "boolean"}},
+                                            "required": ["warm"], "additionalProperties": False}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_beside_a_format_an_answer_is_calls_or_in_the_format(client: openai.OpenAI, seed: int) -> None:
+    reply = client.chat.completions.create(**ASK, tools=FORCED, response_format=ANSWER, temperature=1.5, seed=seed)
+    message = reply.choices[0].message
+    if message.tool_calls:
+        check([(call.function.name, call.function.arguments) for call in message.tool_calls])
+    elif reply.choices[0].finish_reason == "stop":
+        assert json.loads(message.content).keys() == {"warm"}
+
+
+def test_an_error_names_the_schema_at_fault_among_several(client: openai.OpenAI) -> None:
+    bad = {"type": "object", "properties": {"a": {"not": {}}}}
+    tools: Any = [*FORCED, {"type": "function", "function": {"name": "f", "parameters": bad}}]
+    asked: Any = {**ASK, "tools": tools}
+    for fields in ({"tool_choice": "required"}, {"response_format": ANSWER}):
+        with pytest.raises(openai.BadRequestError, match="not supported: not") as refused:
+            client.chat.completions.create(**asked, **fields)
+        assert refused.value.param == "tools.2.function.parameters.properties.a"
+    wrong: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": bad}}
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(**ASK, tools=FORCED, response_format={"type": "json_object"})
-    assert refused.value.param == "response_format"
+        client.chat.completions.create(**ASK, tools=FORCED, response_format=wrong)
+    assert refused.value.param == "response_format.json_schema.schema.properties.a"
+    infinite = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    tools[2]["function"]["parameters"] = infinite
+    with pytest.raises(openai.BadRequestError, match="infinite recursion") as refused:
+        client.chat.completions.create(**asked, tool_choice="required")
+    assert refused.value.param == "tools.2.function.parameters"

@@ -63,6 +63,10 @@ def test_fields_reach_the_generation(running: Running) -> None:
     assert (prompt.task, settings["temperature"], decoding.gate) == ("concise", 0.5, "never")
     create(running, prompt="Who speaks?")
     assert running.scheduler.asked[-1][1].instruction == "Who speaks?"
+    create(running, prompt="", language="zh", extra_body={"outrider": '{"lang": "zh"}'})
+    prompt = running.scheduler.asked[-1][1]
+    assert (prompt.instruction, prompt.lang) == (None, "zh")
+    create(running, stream=True, response_format="json")
 
 
 def test_a_stream_ends_with_the_whole_text(running: Running) -> None:
@@ -85,7 +89,13 @@ def test_a_stream_ends_with_the_whole_text(running: Running) -> None:
         ({"file": ("a.wav", b"")}, "file", "empty"),
         ({"prompt": "Who?", "language": "zh"}, "prompt", "replaces"),
         ({"extra_body": {"speed": "2"}}, "speed", "no such field"),
-        ({"extra_body": {"outrider": "{}]"}}, None, "not valid JSON"),
+        ({"extra_body": {"outrider": "{}]"}}, "outrider", "not valid JSON"),
+        ({"language": "en", "extra_body": {"outrider": '{"lang": "zh"}'}}, "outrider.lang", "contradict"),
+        ({"language": "zh", "extra_body": {"outrider": '{"lang": "en"}'}}, "outrider.lang", "contradict"),
+        ({"prompt": "Who?", "extra_body": {"outrider": '{"lang": "en"}'}}, "prompt", "replaces"),
+        ({"prompt": "Who?", "extra_body": {"outrider": '{"task": "default"}'}}, "prompt", "replaces"),
+        ({"stream": True, "response_format": "text"}, "stream", "response_format text"),
+        ({"stream": True, "response_format": "verbose_json"}, "stream", "response_format verbose_json"),
         ({"extra_body": {"outrider": '{"task": "long"}'}}, "outrider.task", "expected|Input"),
     ],
 )

@@ -57,13 +57,6 @@ def test_a_call_without_text_has_no_content_in_any_form() -> None:
         assert encode(made, ToolChat(messages, [WEATHER])).ids == expected
 
 
-def test_the_model_continues_the_opening_of_an_answer() -> None:
-    made = model(tool_templates.HERMES)
-    plain = encode(made, ToolChat([ASKED], [WEATHER])).ids
-    opened = encode(made, ToolChat([ASKED], [WEATHER], "<tool_call>\n")).ids
-    assert made.tokenizer.decode(opened[len(plain) :]) == "<tool_call>\n"
-
-
 def test_a_template_without_tools_is_refused() -> None:
     with pytest.raises(PromptError, match="does not support tools"):
         encode(model(chat_templates.CHATML), ToolChat([ASKED], [WEATHER]))

@@ -29,7 +29,7 @@ GRAMMARS = (
     Grammar.json_schema(SCHEMA),
     Grammar("json_object"),
     Grammar("regex", r"(the )+[a-c]{2,4}社?"),
-    Grammar.json_in({"const": "ok"}, "<call>\n", "\n</call>", separator="\n"),
+    Grammar("lark", 'start: one ("\\n" one)*\none: "<call>\\n" %json {"const":"ok"} "\\n</call>"'),
     Grammar("lark", 'start: "the" " " <[2]> | sum\nsum: NUMBER "+" sum | NUMBER\nNUMBER: /[0-9]+/'),
 )
 TOKENIZERS = {"byte level": byte_level, "byte fallback": byte_fallback}
@@ -65,6 +65,7 @@ def test_a_mask_holds_what_a_matcher_consumes_and_does_not_depend_on_the_way_the
     for _ in range(12):
         there = set(np.flatnonzero(mask.allowed(output)).tolist())
         assert there == allowed(grammar, output) == by_trial(grammar, output) != set()
+        assert {token for token in range(grammar.vocab_size + 100) if mask.allows(output, token)} == there
         texts = sorted(there - {EOS})
         if not texts or data.draw(st.integers(0, 3)) == 0:
             output = output[: data.draw(st.integers(0, len(output)))]
@@ -95,6 +96,20 @@ def test_of_several_eos_the_first_alone_is_allowed_where_nothing_else_is() -> No
     ends, goes_on = (compile_grammar(Grammar("regex", text), byte_level(), (2, 0, 1)) for text in ("the", "(the)+"))
     assert allowed(ends, one) == allowed(ends, [*one, 0]) == {2}
     assert {0, 1, 2} < allowed(goes_on, one)
+
+
+def test_a_mask_is_unpacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's row is masked twice: to find a single allowed token, and in the logits."""
+    mask, unpack, calls = GrammarMask(compiled(GRAMMARS[1], "byte level")), np.unpackbits, []
+    monkeypatch.setattr(np, "unpackbits", lambda *args, **options: calls.append(args) or unpack(*args, **options))
+    one = ids_of("{", byte_level())
+    assert mask.allows([], one[0])
+    assert calls == []
+    first = mask.allowed([])
+    assert first is mask.allowed([])
+    assert not np.array_equal(first, mask.allowed(one))
+    assert np.array_equal(first, mask.allowed([]))
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("wrong", [ids_of("x", byte_level())[0], 0, 300_000])

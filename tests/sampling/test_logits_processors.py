@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -158,25 +159,30 @@ def test_a_rolled_back_output_counts_anew() -> None:
 # The memo -------------------------------------------------------------------------------------------------------
 
 
-def contents(index: PrefixIndex) -> tuple[set[int], list[int]]:
-    return set(index.distinct_ids.tolist()), sorted(index.ngram_completions())
+def contents(index: PrefixIndex) -> tuple[dict[int, int], dict[int, int], list[int]]:
+    tokens, output = (
+        dict(zip(each.ids.tolist(), each.counts.tolist(), strict=True)) for each in (index.tokens, index.output)
+    )
+    return tokens, output, sorted(index.ngram_completions())
 
 
-def fresh(prefix: list[int], ngram: int) -> PrefixIndex:
-    index = PrefixIndex(ngram)
+def fresh(prefix: list[int], ngram: int, prompt_length: int = 0) -> PrefixIndex:
+    index = PrefixIndex(ngram, prompt_length)
     index.move_to(prefix, len(prefix))
     return index
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.integers(0, 4), st.lists(prefixes, min_size=1, max_size=6), st.data())
-def test_jumping_between_prefixes_leaves_no_trace(ngram: int, ids: list[list[int]], data: st.DataObject) -> None:
-    index = PrefixIndex(ngram)
+@given(st.integers(0, 4), st.integers(0, 4), st.lists(prefixes, min_size=1, max_size=6), st.data())
+def test_jumping_between_prefixes_leaves_no_trace(
+    ngram: int, prompt_length: int, ids: list[list[int]], data: st.DataObject
+) -> None:
+    index = PrefixIndex(ngram, prompt_length)
     for prefix in ids:
         length = data.draw(st.integers(0, len(prefix)))
         index.move_to(prefix, length)
-        assert contents(index) == contents(fresh(prefix[:length], ngram))
-        assert len(index.distinct_ids) == len(set(prefix[:length]))
+        assert contents(index) == contents(fresh(prefix[:length], ngram, prompt_length))
+        assert contents(index)[:2] == (Counter(prefix[:length]), Counter(prefix[prompt_length:length]))
 
 
 def test_the_memo_grows_past_its_first_256_tokens_and_shrinks_again() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 SPECIALS = ("<s>", "</s>", "<unk>")
@@ -49,6 +49,14 @@ def word_level(kind: str = "plain") -> PreTrainedTokenizerFast:
     if kind != "plain":
         core.decoder = decoders.Metaspace() if kind == "metaspace" else decoders.WordPiece()
     return _fast(core)
+
+
+@lru_cache
+def with_added_tokens(*texts: str, special: bool = False) -> PreTrainedTokenizerFast:
+    """The byte-level tokenizer with added tokens, such as Qwen's <tool_call>."""
+    made = _fast(Tokenizer.from_str(byte_level().backend_tokenizer.to_str()))
+    made.add_tokens([AddedToken(text, special=special, normalized=False) for text in texts])
+    return made
 
 
 def ids_of(text: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:

@@ -13,6 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cache" / "vllm"
 PYTHON = FOLDER / "venv" / "bin" / "python"
+MODELS = ROOT / ".cache" / "models"  # a real pair, if it has been put there
+EDGE, CLOUD = MODELS / "qwen2.5-coder-0.5b-instruct-q4", MODELS / "qwen2.5-coder-1.5b-instruct-q4"
 STARTS_WITHIN = 300.0  # s
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -214,13 +214,16 @@ def test_a_request_out_of_time_has_its_connection_closed() -> None:
     async def work() -> None:
         gone = asyncio.Event()
 
-        async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def answers_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
             await reader.read()
             gone.set()
             writer.close()
 
-        server = await asyncio.start_server(mute, "127.0.0.1", 0)
+        server = await asyncio.start_server(answers_once, "127.0.0.1", 0)
         async with connected(server.sockets[0].getsockname()[1]) as client:
+            await client.get("/x")  # connected before the time begins
             with pytest.raises(TimeoutError):
                 await client.post("/x", {}, 0.05)
             await gone.wait()

@@ -10,12 +10,10 @@ import pytest
 from outrider import SpeculativeDecoder, connect, load_engine
 from outrider.prompts.chat import encode
 from tests.support import vllm_requests
-from tests.support.vllm_process import OPEN, ROOT, Start
+from tests.support.vllm_process import CLOUD, EDGE, OPEN, ROOT, Start
 
 pytestmark = pytest.mark.vllm
 
-MODELS = ROOT / ".cache" / "models"
-EDGE, CLOUD = MODELS / "qwen2.5-coder-0.5b-instruct-q4", MODELS / "qwen2.5-coder-1.5b-instruct-q4"
 PROMPTS = Path(__file__).with_name("prompts.json")
 TOKENS = 6
 

@@ -79,6 +79,8 @@ def run_caption(
             raise PromptError("--instruction is empty: give a question about the recording, or leave it out")
         if task != "default":
             raise SettingsError(f"--instruction replaces --task, so --task {task} has no effect: give one of them")
+        if lang != "en":
+            raise SettingsError(f"--instruction replaces --lang, so --lang {lang} has no effect: give one of them")
         check_text(instruction)
     check(run)
     jobs = [Audio(Path(name), task=task, lang=lang, instruction=instruction) for name in files]

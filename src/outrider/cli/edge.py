@@ -25,7 +25,7 @@ from outrider.cli.build import (
     load_lookup,
     load_target_tokenizer,
 )
-from outrider.cli.edge_cloud import CloudConnection, CloudState, open_cloud, wait_for_cloud
+from outrider.cli.edge_cloud import CloudConnection, CloudState, fetch_tokenizer, open_cloud, wait_for_cloud
 from outrider.cli.escape import one_line
 from outrider.cli.options import Models, Pair, Whole
 from outrider.config import DecodingMode
@@ -165,12 +165,15 @@ def _check(options: _Options) -> None:
     pair, models, network = options.pair, options.pair.models, options.pair.network
     _check_serving(options.serving)
     GenerationSettings.build(pair.decoding.settings())
-    if models.edge in ("none", "lookup"):
+    if models.edge == "lookup":
         raise SettingsError(
-            f"--edge {models.edge}: the gateway needs the edge's tokenizer and chat template: give --edge MODEL, or "
-            "--edge lookup:TOKENIZER for prompt lookup"
+            "--edge lookup: the gateway needs the edge's tokenizer and chat template: give --edge lookup:TOKENIZER"
         )
     target = parse_cloud_address(models.cloud)
+    if models.edge == "none" and target.kind in ("vllm", "sglang"):
+        raise SettingsError(
+            f"--edge none: {target.kind} sends no tokenizer: give --edge MODEL, or --edge lookup:TOKENIZER"
+        )
     if target.kind == "local":
         resolve_path(target.model)
         network.check_own_cloud("the gateway's")
@@ -204,17 +207,20 @@ def _serve(
     quiet = options.serving.log_format == "json"
     with startup_steps(quiet=quiet) as step:
         models = options.pair.models
-        step(f"loading the edge's {'model' if models.edge_model else 'tokenizer'} {models.edge}")
+        drafts = models.edge != "none"
+        if drafts:
+            step(f"loading the edge's {'model' if models.edge_model else 'tokenizer'} {models.edge}")
         model, lookup = load_drafter(models), load_lookup(models)
-        engine = lookup if model is None else model
-        assert engine is not None  # --edge none was refused
         tokenizer = load_target_tokenizer(options.target_tokenizer)
         if cloud.target.kind != "none":
             step(f"waiting for the cloud {models.cloud}")
         reach = cloud.reach()
+        engine = model or lookup or fetch_tokenizer(reach)
         with (
             wait_for_cloud(engine, tokenizer, reach, cloud) as cloud_state,
-            closing(DecoderPool(engine, reach, lookup=lookup, target_tokenizer=cloud_state.tokenizer)) as pool,
+            closing(
+                DecoderPool(engine, reach, lookup=lookup, target_tokenizer=cloud_state.tokenizer, drafts=drafts)
+            ) as pool,
         ):
             step("starting to serve")
             enable_gc()
@@ -238,7 +244,7 @@ async def _run(
     stop = StopSignal(lambda: signals.first)
     scheduler, app = _application(access, pool, cloud_state, options)
     translated = ", its drafts translated through text" if pool.target_tokenizer else ""
-    summary = f"edge {pool.engine.name}{translated} · cloud {cloud_state.name()}"
+    summary = f"edge {pool.name}{translated} · cloud {cloud_state.name()}"
 
     def listening(url: str) -> None:
         step(None)
@@ -261,6 +267,7 @@ def _application(
     engine, serving = pool.engine, options.serving
     scheduler = RequestScheduler(pool, slots=serving.slots, queue=serving.queue, seconds=serving.time_limit)
     mode: DecodingMode = "edge-only" if cloud_state.name() == "none" else "speculative"
+    mode = "cloud-only" if pool.drafter == "none" else mode
     chosen = asdict(build_options(options.pair.speculation, options.pair.network))
     decoding_options = RequestOptions(mode, net=options.pair.network.net or "none", **chosen)
     pool.pin(decoding_options)
@@ -269,7 +276,7 @@ def _application(
     settings = options.pair.decoding.settings()
     tokenization, tools = Tokenization(pool.reader), _tool_support(pool.reader)
     decode = tokenization.decode if pool.reader.tokenizer is not None else None
-    defaults = Defaults(decoding_options, settings, seconds, text, engine.name, tools, decode)
+    defaults = Defaults(decoding_options, settings, seconds, text, pool.name, tools, decode)
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, serving.slots)
     overview = build_overview(defaults, cloud_state.name(), serving.slots, cut=pool.cuttable, drafter=pool.drafter)
     info = GatewayInfo(overview, serving.allow_origin, cloud_state.name, cloud_state.trouble)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outrider.cli.options import Models, Network
+from outrider.errors import ModelError
 
 if TYPE_CHECKING:
     from outrider.cli.subprocess_cloud import SupervisedCloud
@@ -69,6 +70,28 @@ def open_cloud(models: Models, network: Network) -> Iterator[CloudConnection]:
     with supervised_cloud(cloud.target.model, "--dtype", models.dtype, "--device", models.device) as own:
         cloud.own = own
         yield cloud
+
+
+def fetch_tokenizer(reach: VerifierFactory | None) -> PromptLookup:
+    """Return the tokenizer that the cloud sends, for a gateway without an edge model.
+
+    Raises:
+        CloudError: the cloud cannot be reached, or its tokenizer files cannot be used.
+        ModelError: the cloud has no tokenizer.
+    """
+    from outrider.edge.target_tokenizer import read_target_tokenizer
+    from outrider.verifiers.base import disconnect
+
+    assert reach is not None  # --edge none with --cloud none was refused
+    verifier = reach("none")
+    try:
+        target = verifier.describe(None)
+        tokenizer = read_target_tokenizer(target)
+    finally:
+        disconnect(verifier)
+    if tokenizer is None:
+        raise ModelError(f"--edge none: {target.name} came without a tokenizer: give --edge MODEL")
+    return tokenizer
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,8 @@ def parse_loop_rule(text: str) -> LoopRule:
     Raises:
         SettingsError: the form is another one, a name occurs twice, or a value is out of range.
     """
+    if not isinstance(text, str):
+        raise SettingsError(f"loop_rule is a text such as {DEFAULT_LOOP_RULE}, not {text!r}")
     names = [each.name for each in fields(LoopRule)]
     found = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d{1,4000})\s*", part, re.ASCII) for part in text.split(",")]
     values = [(part[1], int(part[2])) for part in found if part is not None]

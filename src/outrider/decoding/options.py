@@ -43,7 +43,11 @@ class DecodingOptions:
     @cached_property
     def parsed_gate(self) -> Gate:
         """The parsed gate. Reads a gate file. Raises SettingsError or DataError."""
-        return parse_gate(self.gate) if isinstance(self.gate, str) else self.gate
+        if isinstance(self.gate, str):
+            return parse_gate(self.gate)
+        if not hasattr(self.gate, "exact"):
+            raise SettingsError(f"gate is a text such as entropy:1.5, or a gate, not {self.gate!r}")
+        return self.gate
 
     @cached_property
     def acceptance_rule(self) -> AcceptanceRule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from outrider.engines.base import CachedSequence, as_device_sampler
 from outrider.engines.prefix_cache import close_sequence
 from outrider.engines.scheduler import prefill_chunk
 from outrider.sampling.acceptance import REJECTION_SHORTLIST
+from outrider.sampling.grammar import DeadEnd
 from outrider.sampling.policy import Policy
 
 FLUSH_INTERVAL_S = 0.02  # a slower block is returned in parts, so that a stream shows single tokens
@@ -76,7 +78,11 @@ class Drafter:
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         """Return up to action.count proposals that follow `ids`: fewer at an EOS or after FLUSH_INTERVAL_S.
 
-        The first call returns one proposal, to keep the time to the first token short and to measure the prefill.
+        The first call returns one proposal, to keep the time to the first token short and to measure the prefill. With
+        a verifier, a dead end of the grammar only ends the draft, because a wrong draft can lead to one.
+
+        Raises:
+            DeadEnd: no token can follow, and there is no verifier.
         """
         started, first = time.perf_counter(), not self.prefill_seconds
         count = 1 if first else action.count
@@ -86,24 +92,29 @@ class Drafter:
         if on_device:
             proposals = self._draft_on_device(ids, count)
         else:
-            proposals = self._draft(ids, count, deadline=started + FLUSH_INTERVAL_S, leave_loop=action.leave_loop)
+            proposals = self._draft(ids, replace(action, count=count), deadline=started + FLUSH_INTERVAL_S)
         elapsed = time.perf_counter() - started
         self.seconds += elapsed
         if first:
             self.prefill_seconds = elapsed
         return proposals
 
-    def _draft(self, ids: list[int], count: int, *, deadline: float, leave_loop: bool) -> list[Proposal]:
+    def _draft(self, ids: list[int], action: Draft, *, deadline: float) -> list[Proposal]:
         """Draft token by token until the deadline (time.perf_counter)."""
         ids = list(ids)
         proposals: list[Proposal] = []
-        for n in range(count):
+        for n in range(action.count):
             if n and time.perf_counter() > deadline:
                 break
             if self._cancellation is not None:
                 self._cancellation.check()
             logits = self._sequence.extend(ids, 1)[0]
-            proposals.append(self._propose(logits, ids, leave_loop=leave_loop and n == 0))
+            try:
+                proposals.append(self._propose(logits, ids, leave_loop=action.leave_loop and n == 0))
+            except DeadEnd:
+                if action.model_only and not proposals:
+                    raise
+                break
             ids.append(proposals[-1].token)
             if ids[-1] in self._policy.processors.eos_ids:
                 break

@@ -127,7 +127,8 @@ class Generation:
         eos = () if settings.ignore_eos else handshake.target.eos_ids
         rules = StopRules(settings.max_new_tokens, eos, settings.stop, settings.sentences, settings.min_new_tokens)
         if rules.needs_text and context.tokenizer is None:
-            raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
+            name = "stop" if settings.stop else "sentences"
+            raise SettingsError(f"{name} needs a tokenizer, and the model came without one")
         if settings.logprobs is not None and context.codecs is not None and not context.verifies_all:
             raise SettingsError(
                 "logprobs are not available for unverified tokens of a drafter with another tokenizer: use gate "

@@ -11,16 +11,18 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from outrider.config import Grammar
 from outrider.decoding.detokenizer import SPECIAL_MARK, Tokenizer, get_detokenizer
 from outrider.engines.base import Engine
+from outrider.engines.lark import json_to_lark, schemas_in, to_lark
 from outrider.engines.locking import get_lock
+from outrider.engines.schema_parts import DEFINITIONS, Schema, subschemas
 from outrider.errors import DecodingError, GrammarError, SettingsError
 from outrider.sampling.grammar import CompiledGrammar, GrammarMask
 
@@ -30,8 +32,7 @@ if TYPE_CHECKING:  # imported with the first grammar
 UNCHECKED_BYTES: Final = 4096
 CHECK_SECONDS: Final = 20.0  # wall-clock time. The process limits its own processor time to 2 s.
 MAX_PLACES: Final = 256  # parts of a schema that are compiled to find the one that fails
-# Between two JSON tokens. Without a limit, weak models generate nothing else.
-WHITESPACE: Final = r"\x20|\n[\x20\t]{0,20}"
+MAX_LEVELS: Final = 16  # of nesting, down to that part: each may take a child process
 LIMITS: Final = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 100_000,
@@ -41,12 +42,8 @@ LIMITS: Final = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-LAYOUT_OPTIONS: Final = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
-# With forcing, masks depend on how the tokenizer splits forced texts.
-OPTIONS: Final = '%llguidance {"no_forcing": true}'
-SUBSCHEMAS: Final = ("items", "additionalProperties")
-SUBSCHEMA_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
-SUBSCHEMA_LISTS: Final = ("anyOf", "allOf", "oneOf", "prefixItems")
+# Token ids in a grammar of Lark, such as <[5]> and <[1-3,7]>.
+TOKEN_IDS: Final = re.compile(r"<\[[^\]\n]*\]>")
 
 
 def compile_grammar(grammar: Grammar, tokenizer: Tokenizer | None, eos_ids: tuple[int, ...]) -> CompiledGrammar:
@@ -65,7 +62,7 @@ def compile_grammar(grammar: Grammar, tokenizer: Tokenizer | None, eos_ids: tupl
 
 @lru_cache(64)
 def _compile(grammar: Grammar, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> CompiledGrammar:
-    source = to_lark(grammar)
+    source = to_lark(grammar, tokenizer)
     vocabulary = prepare_vocabulary(tokenizer, eos_ids)
     failure = _first_failure([source], vocabulary)
     if failure is not None:
@@ -133,54 +130,6 @@ def _matcher(vocabulary: LLTokenizer, source: str) -> LLMatcher:
     return LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(**LIMITS))  # type: ignore[arg-type]
 
 
-def to_lark(grammar: Grammar) -> str:
-    """Return any grammar in llguidance's variant of Lark.
-
-    Raises:
-        GrammarError: the text of a schema is not JSON, or is not a schema.
-    """
-    if grammar.kind == "lark":
-        return f"{grammar.text}\n{OPTIONS}"
-    if grammar.kind == "regex":
-        from llguidance import regex_to_lark
-
-        return f"start: /{regex_to_lark(grammar.text, '')}/\n{OPTIONS}"
-    return f"start: %json {_schema_text(read_schema(grammar))}\n{OPTIONS}"
-
-
-def read_schema(grammar: Grammar) -> Any:
-    """Return the schema of a JSON grammar, an object.
-
-    Raises:
-        GrammarError: the text is not JSON, or is not a schema.
-    """
-    if grammar.kind == "json_object":
-        return {"type": "object"}
-    try:
-        schema = json.loads(grammar.text)
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(f"the schema is not valid JSON: {error}", "") from error
-    if not isinstance(schema, (dict, bool)):
-        raise GrammarError("a schema is an object, true or false", "")
-    if schema is False:
-        raise GrammarError("the schema false allows no output", "")
-    schema = {} if schema is True else schema
-    _check_layout(schema.get("x-guidance", {}))
-    return schema
-
-
-def _check_layout(options: Any) -> None:
-    """Refuse llguidance's options that let an output break its schema, such as `lenient`."""
-    unknown = sorted(set(options) - set(LAYOUT_OPTIONS)) if isinstance(options, dict) else [str(options)]
-    if unknown:
-        raise GrammarError(f"{', '.join(unknown)}: expected an object of {', '.join(LAYOUT_OPTIONS)}", "x-guidance")
-
-
-def _schema_text(schema: dict[str, Any]) -> str:
-    options = {"whitespace_pattern": WHITESPACE, **schema.get("x-guidance", {})}
-    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
-
-
 # Errors -----------------------------------------------------------------------------------------------------
 
 
@@ -196,37 +145,24 @@ def _describe(reason: str) -> str:
 
 def _locate(grammar: Grammar, reason: str, vocabulary: LLTokenizer) -> GrammarError:
     """Return the error, with the innermost part of a schema that fails by itself."""
-    if grammar.kind != "json_schema":
-        return GrammarError(reason, "")
-    part = root = read_schema(grammar)
-    place, places_left = "", MAX_PLACES
-    while children := list(islice(_children(part), places_left)):
-        places_left -= len(children)
-        failure = _first_failure([_part_source(child, root) for _, child in children], vocabulary)
+    place, root, places_left = "", None, MAX_PLACES
+    parts: Iterable[tuple[str, Schema]] = schemas_in(grammar)
+    for _ in range(MAX_LEVELS):
+        candidates = list(islice(parts, places_left))
+        places_left -= len(candidates)
+        if not candidates:
+            break
+        failure = _first_failure([_part_source(part, root or part) for _, part in candidates], vocabulary)
         if failure is None:
             break
-        (name, part), reason = children[failure[0]], failure[1]
-        place = f"{place}.{name}" if place else name
+        (name, part), reason = candidates[failure[0]], failure[1]
+        place, root, parts = f"{place}.{name}".lstrip("."), root or part, subschemas(part)
     return GrammarError(reason, place)
 
 
-def _part_source(part: dict[str, Any], root: dict[str, Any]) -> str:
+def _part_source(part: Schema, root: Schema) -> str:
     """Return the grammar of a part of a schema, with the definitions to which it may refer."""
-    definitions: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return f"start: %json {_schema_text({**definitions, **part})}\n{OPTIONS}"
-
-
-def _children(part: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the path and the value of each schema directly inside a schema."""
-    for key, value in part.items():
-        inside: Iterable[tuple[object, object]] = ()
-        if key in SUBSCHEMAS and isinstance(value, dict):
-            yield key, value
-        elif key in SUBSCHEMA_MAPS and isinstance(value, dict):
-            inside = value.items()
-        elif key in SUBSCHEMA_LISTS and isinstance(value, list):
-            inside = enumerate(value)
-        yield from ((f"{key}.{name}", child) for name, child in inside if isinstance(child, dict))
+    return json_to_lark({**{key: root[key] for key in DEFINITIONS if key in root}, **part})
 
 
 # Limits -----------------------------------------------------------------------------------------------------
@@ -243,7 +179,7 @@ def _first_failure(sources: list[str], vocabulary: LLTokenizer) -> tuple[int, st
 def _check_in_child(sources: list[str]) -> tuple[int, str] | None:
     """Do the same as `_first_failure` in a child process, over single bytes instead of a vocabulary."""
     command = [sys.executable, "-I", "-c", _CHILD]
-    data = json.dumps([LIMITS, sources]).encode()
+    data = json.dumps([LIMITS, [TOKEN_IDS.sub("<[0]>", source) for source in sources]]).encode()
     try:
         done = subprocess.run(command, input=data, capture_output=True, timeout=CHECK_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -346,7 +346,7 @@ def _resolve_device(name: str) -> Any:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise SettingsError(f"device {name!r}: expected cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise SettingsError(f"device {name!r}: expected cpu, cuda or cuda:N")

@@ -23,12 +23,13 @@ from outrider.decoding.gate import SIGNAL_NAMES
 from outrider.errors import OutriderError
 from outrider.gateway import response_schema
 from outrider.gateway.access import JSON
+from outrider.gateway.completion_schema import CompletionRequest
 from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import SERVER, ErrorResponse, JsonObject, RequestError, http_error, to_error_response
 from outrider.gateway.handlers import Gateway, handle_document, handle_generation
 from outrider.gateway.page_routes import add_page
 from outrider.gateway.request_kind import RequestKind, completion_kind
-from outrider.gateway.request_schema import MODEL, ChatRequest, CompletionRequest, StrictModel
+from outrider.gateway.request_schema import MODEL, ChatRequest, StrictModel
 from outrider.gateway.responses_request import RESPONSES
 from outrider.gateway.responses_schema import ResponsesRequest
 from outrider.gateway.tokenization import DetokenizeRequest, TokenizeRequest
@@ -40,7 +41,7 @@ MODEL_ENTRY: Final = {"id": MODEL, "object": "model", "created": 0, "owned_by": 
 STATUS_DESCRIPTIONS: Final = {
     400: "The request is invalid. `param` names the field.",
     401: "The API key is missing or unknown.",
-    403: "The Host header names another host.",
+    403: "The Host header names another host, or a page of another site sent the form.",
     404: "Not found.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",

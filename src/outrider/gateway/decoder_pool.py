@@ -76,7 +76,8 @@ class DecoderPool:
 
     engine: drafts, and tokenises all prompts. It may be a prompt lookup with a tokenizer. cloud: returns a verifier for
     the text of an emulated network ("none" for none), or None without a cloud. lookup: drafts together with an engine.
-    target_tokenizer: the cloud's. It encodes the prompts if the engine's differs.
+    target_tokenizer: the cloud's. It encodes the prompts if the engine's differs. drafts: False if the engine is only
+    the cloud's tokenizer, so that the cloud decodes alone.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class DecoderPool:
         *,
         lookup: PromptLookup | None = None,
         target_tokenizer: PromptLookup | None = None,
+        drafts: bool = True,
     ) -> None:
+        self._drafts = drafts
         self._model = None if isinstance(engine, PromptLookup) else share(engine)
         self._lookup = engine if isinstance(engine, PromptLookup) else lookup
         self.engine: Engine | PromptLookup = engine if self._model is None else self._model
@@ -128,9 +131,16 @@ class DecoderPool:
 
     @property
     def drafter(self) -> str:
-        """The source of drafts: "model", "lookup" or "model+lookup"."""
+        """The source of drafts: "model", "lookup", "model+lookup" or "none"."""
+        if not self._drafts:
+            return "none"
         names = ["model"] * (self._model is not None) + ["lookup"] * (self._lookup is not None)
         return "+".join(names)
+
+    @property
+    def name(self) -> str:
+        """The name of the drafter, or "none"."""
+        return self.engine.name if self._drafts else "none"
 
     def pin(self, options: RequestOptions) -> SpeculativeDecoder:
         """Return `decoder(options)`, and never evict it or its verifier."""
@@ -174,6 +184,8 @@ class DecoderPool:
     def _build(self, options: RequestOptions) -> SpeculativeDecoder:
         draft = None if options.way == "cloud-only" else self.engine
         verifier = lookup = None
+        if draft is not None and not self._drafts:
+            raise SettingsError(f"way {options.way!r} needs a drafter, and this gateway has none: use cloud-only")
         if options.way == "edge-only" and self._model is None:
             raise SettingsError(f"way 'edge-only' needs a draft model, and this gateway drafts with {self.engine.name}")
         if options.way != "edge-only":
@@ -189,7 +201,7 @@ class DecoderPool:
     def _check_options(self, options: RequestOptions) -> None:
         """Check all that does not depend on the kind of cloud, before a connection is made."""
         if self._cloud is None:
-            raise SettingsError("this gateway has no cloud: only the way edge-only works here")
+            raise SettingsError(f"way {options.way!r} needs a cloud, and this gateway has none: use edge-only")
         if options.net == CUT and options.on_cloud_loss == "wait":
             raise SettingsError("net 'cut' with on_cloud_loss 'wait' would wait forever: choose another on_cloud_loss")
         drafts = options.way == "speculative"

@@ -25,3 +25,10 @@ class Defaults:
     edge: str = "the edge model"
     tools: ToolSupport | str = "tools: the model's chat template does not support tools"
     decode: Callable[[list[int]], str] | None = None
+
+    @property
+    def audio_refusal(self) -> str:
+        """The message of an error about a recording, for models without audio."""
+        if self.edge == "none":
+            return "recordings are not supported without an edge model: give an audio-language model as --edge"
+        return f"{self.edge} takes no audio: give an audio-language model as --edge"

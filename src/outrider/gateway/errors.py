@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.errors import CloudLost, CloudRefused, ContextError, DecodingError, InputError, OutriderError
+from outrider.errors import (
+    CloudLost,
+    CloudRefused,
+    ContextError,
+    DecodingError,
+    InputError,
+    OutriderError,
+    VocabularyMismatch,
+)
 
 JsonObject = dict[str, Any]
 INVALID = "invalid_request_error"
@@ -94,6 +102,8 @@ def to_error_response(error: OutriderError) -> ErrorResponse:
         return ErrorResponse(503, text, type=SERVER, code="going_down")
     if isinstance(error, GenerationTimeout):
         return ErrorResponse(504, text, type=SERVER, code="time_limit")
+    if isinstance(error, VocabularyMismatch):  # the cloud serves another model than at the gateway's start
+        return ErrorResponse(503, text, type=CLOUD, code="cloud_refused")
     if isinstance(error, InputError):
         return ErrorResponse(400, text, code="unusable")
     if isinstance(error, DecodingError):  # the request's own settings ban every token

@@ -35,13 +35,28 @@ SETTINGS_FIELDS: Final = tuple(
     if each.name in OutriderOptions.model_fields and each.name != "grammar"
 )
 
+_FIELD_NAMES: Final = {  # the request's field of each setting and option of the decoder
+    **{name: f"outrider.{name}" for name in (*OPTION_FIELDS, *SETTINGS_FIELDS, "grammar")},
+    **{name: name for name in ("temperature", "top_p", "seed", "stop", "logprobs", "logit_bias")},
+    **{name: name for name in ("frequency_penalty", "presence_penalty")},
+    "max_new_tokens": "max_tokens",
+}
+# Names without an underscore are also English words, and are names only as a message's first word.
+_NAMES: Final = re.compile(
+    rf"^(?:{'|'.join(_FIELD_NAMES)})\b|(?<![\w.'-])(?:{'|'.join(name for name in _FIELD_NAMES if '_' in name)})\b"
+)
+
 
 def build_settings(
-    request: Request, requested: OutriderOptions, defaults: Settings, calls: Grammar | None = None
+    request: Request,
+    requested: OutriderOptions,
+    defaults: Settings,
+    calls: Grammar | None = None,
+    grammar_field: str | None = None,
 ) -> JsonObject:
     """Return every field of GenerationSettings. defaults: those of the command line.
 
-    calls: the grammar of enforced tool calls.
+    calls: the grammar of enforced tool calls. grammar_field: the field that holds the grammar, if the request has one.
 
     Raises:
         RequestError: a value is out of range, or contradicts another. The error names the field.
@@ -62,11 +77,16 @@ def build_settings(
     settings = {**_compatible_defaults(defaults, given), **given}
     if not settings.get("temperature"):
         settings |= NEUTRAL_FILTERS  # clients send top_p beside the default temperature
+    if settings.get("grammar") is not None and settings.get("ignore_eos"):
+        name = grammar_field or "the grammar of the gateway's command line"
+        message = f"{name} ends the answer with an end-of-sequence token: leave out outrider.ignore_eos"
+        raise RequestError(message, param="outrider.ignore_eos", code="invalid_value")
     length_field = find_length_field(request)
     try:
         built = GenerationSettings.build(settings)
     except SettingsError as error:
-        message, param = use_request_names(str(error), length_field), find_field(str(error), length_field)
+        message = use_request_names(str(error), length_field, grammar_field)
+        param = find_field(str(error), length_field, grammar_field)
         raise RequestError(message, param=param, code="invalid_value") from error
     return {each.name: getattr(built, each.name) for each in fields(built)}
 
@@ -98,10 +118,10 @@ def _logprobs(request: Request) -> int | None:
     return request.top_logprobs or 0 if request.logprobs else None
 
 
-def find_grammar_field(request: Request) -> str | None:
-    """Return the field that holds the grammar of the answer."""
-    fields_ = _grammar_fields(request, request.outrider or OutriderOptions())
-    return next(iter(fields_), None)
+def find_grammar_fields(request: Request) -> dict[str, str]:
+    """Return the field that holds the grammar of the answer, under the key "", or an empty mapping."""
+    found = list(_grammar_fields(request, request.outrider or OutriderOptions()))
+    return {"": found[0]} if found else {}
 
 
 def _grammar_fields(request: Request, requested: OutriderOptions) -> dict[str, Callable[[], Grammar]]:
@@ -129,11 +149,14 @@ def _build_grammar(request: Request, requested: OutriderOptions, calls: Grammar 
     if len(found) > 1:
         first, second, *_ = found
         raise RequestError(f"{first} and {second} both constrain the answer: give one", param=second)
-    if getattr(request, "tools", None) and getattr(request, "tool_choice", None) != "none" and found:
+    choice = getattr(request, "tool_choice", None) or "auto"
+    if found and getattr(request, "tools", None) and choice != "none":
         first = next(iter(found))
-        raise RequestError(
-            f"{first} cannot be combined with tools, because it would prevent calls: leave out one of them", param=first
-        )
+        if choice != "auto" or not first.startswith("response_format"):
+            raise RequestError(
+                f"{first} cannot be combined with tools: only response_format can be, with tool_choice auto",
+                param=first,
+            )
     if calls is not None:
         return {"grammar": calls}
     for field, build in found.items():
@@ -204,21 +227,21 @@ def _compatible_defaults(values: Settings, given: Settings) -> JsonObject:
     return kept
 
 
-def use_request_names(message: str, length_field: str | None) -> str:
-    """Return a message of the decoder with the request's names of settings."""
-    return re.sub(r"\bmax_new_tokens\b", length_field or "max_tokens", message)
+def use_request_names(message: str, length_field: str | None, grammar_field: str | None = None) -> str:
+    """Return a message of the decoder with the request's fields in place of the decoder's settings."""
+    return _NAMES.sub(lambda found: _field(found[0], length_field, grammar_field), message)
 
 
-def find_field(message: str, length_field: str | None) -> str | None:
-    """Return the first field of a request that a message names."""
-    for word in re.findall(r"\w+", message):
-        if word == "max_new_tokens":
-            return length_field or "max_tokens"
-        if word in OutriderOptions.model_fields:
-            return f"outrider.{word}"
-        if word in Request.model_fields:
-            return word
-    return None
+def find_field(message: str, length_field: str | None, grammar_field: str | None = None) -> str | None:
+    """Return the request's field of the setting that is the first word of a decoder's message, or None."""
+    first = re.match(r"\w+", message)
+    return _field(first[0], length_field, grammar_field) if first is not None and first[0] in _FIELD_NAMES else None
+
+
+def _field(name: str, length_field: str | None, grammar_field: str | None) -> str:
+    """Return the request's field of a setting or option of the decoder."""
+    given = {"max_new_tokens": length_field, "grammar": grammar_field}.get(name)
+    return given or _FIELD_NAMES[name]
 
 
 def build_options(requested: OutriderOptions, default: RequestOptions) -> RequestOptions:

@@ -18,14 +18,22 @@ from starlette.types import Message, Receive, Scope, Send
 from outrider.api import StreamEvent
 from outrider.decoding.result import Result
 from outrider.edge.cancellation import Cancellation
-from outrider.errors import AudioError, OutriderError, PromptError, SettingsError, StateError
+from outrider.errors import (
+    AudioError,
+    DecodingError,
+    OutriderError,
+    PromptError,
+    SettingsError,
+    StateError,
+)
 from outrider.gateway.access import JSON, Access
 from outrider.gateway.choices import ChoiceStarts, merge
 from outrider.gateway.defaults import Defaults
+from outrider.gateway.error_params import attach_param
 from outrider.gateway.errors import JsonObject, RequestError, ShuttingDown, encode_json, to_error_response
 from outrider.gateway.metrics import Metrics
 from outrider.gateway.request_kind import Output, RequestKind
-from outrider.gateway.request_parsing import ParsedRequest, attach_param
+from outrider.gateway.request_parsing import ParsedRequest
 from outrider.gateway.request_scheduler import GenerationTask, RequestScheduler
 from outrider.gateway.tokenization import Tokenization
 from outrider.gateway.upload_limiter import UploadLimiter
@@ -201,8 +209,8 @@ async def _run_choice(
             finally:
                 task.cancel()
         yield result
-    except (PromptError, AudioError, SettingsError) as error:
-        raise attach_param(error, request) from error
+    except (PromptError, AudioError, SettingsError, DecodingError) as error:
+        raise attach_param(error, request, number) from error
 
 
 def _result(task: GenerationTask, gateway: Gateway) -> Result:

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from outrider.errors import AudioError, PromptError
+from outrider.gateway.completion_schema import CompletionRequest
 from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import JsonObject, RequestError, with_param
 from outrider.gateway.recordings import decode_recording, extract_base64
 from outrider.gateway.request_schema import (
     AudioPart,
     ChatRequest,
-    CompletionRequest,
     Message,
     OutriderOptions,
     Request,
     TextPart,
 )
-from outrider.gateway.tools import RequestedTools, message_fields
+from outrider.gateway.tool_history import check_results, message_fields
+from outrider.gateway.tools import RequestedTools
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike, check_text
 from outrider.prompts.tool_template import ToolChat
 
 
+@dataclass(frozen=True)
+class RequestPrompts:
+    """The prompts of a request and the field of each. recording_field: the field of the recording, if there is one."""
+
+    prompts: Sequence[PromptLike]
+    fields: tuple[str, ...]
+    recording_field: str | None = None
+
+
 def build_prompts(
     request: Request, options: OutriderOptions, defaults: Defaults, tools: RequestedTools | None
-) -> list[PromptLike]:
+) -> RequestPrompts:
     """Return the prompts of a request. A chat has one, and a completion one or more.
 
     Raises:
@@ -35,21 +46,22 @@ def build_prompts(
         if any(isinstance(part, AudioPart) for message in request.messages for part in message.content or ()):
             if tools is not None:
                 raise RequestError("tools: not supported together with a recording: leave them out", param="tools")
-            return [_decode_recording(request, options, defaults)]
+            audio, field = _decode_recording(request, options, defaults)
+            return RequestPrompts([audio], ("messages",), field)
         _check_no_task(options)
-        return [build_chat(request, tools)]
+        return RequestPrompts([build_chat(request, tools)], ("messages",))
     _check_no_task(options)
     assert isinstance(request, CompletionRequest)  # the only other kind
     prompt = request.prompt
     is_batch = isinstance(prompt, list) and isinstance(prompt[0], str | list)
     prompts: list[PromptLike] = [*prompt] if is_batch else [prompt]  # type: ignore[list-item]
-    for number, each in enumerate(prompts):
-        path = f"prompt.{number}" if is_batch else "prompt"
+    fields = tuple(f"prompt.{number}" if is_batch else "prompt" for number, _ in enumerate(prompts))
+    for each, field in zip(prompts, fields, strict=True):
         if isinstance(each, str):
-            _check_text(each, path)
+            _check_text(each, field)
             if not each:
-                raise RequestError("the prompt is empty", param=path)
-    return prompts
+                raise RequestError("the prompt is empty", param=field)
+    return RequestPrompts(prompts, fields)
 
 
 def build_echo(prompts: Sequence[PromptLike], defaults: Defaults, *, logprobs: bool) -> tuple[str, ...]:
@@ -79,7 +91,8 @@ def build_chat(request: ChatRequest, tools: RequestedTools | None) -> PromptLike
     for at, message in enumerate(request.messages):
         _check_texts(at, message)
     messages = [_build_message(at, message) for at, message in enumerate(request.messages)]
-    return messages if tools is None else ToolChat(messages, tools.definitions, tools.opening)
+    check_results(request.messages)
+    return messages if tools is None else ToolChat(messages, tools.definitions)
 
 
 def _build_message(at: int, message: Message) -> JsonObject:
@@ -121,9 +134,10 @@ def _check_text(text: str, param: str) -> None:
         raise RequestError(str(error), param=param) from error
 
 
-def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: Defaults) -> Audio:
+def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: Defaults) -> tuple[Audio, str]:
+    """Return the recording with its question or task, and the recording's field."""
     if not defaults.audio_seconds:
-        raise RequestError(f"{defaults.edge} takes no audio: give an audio-language model as --edge", param="messages")
+        raise RequestError(defaults.audio_refusal, param="messages")
     if len(request.messages) > 1 or request.messages[0].role != "user":
         raise RequestError(
             "a request with a recording must have a single message, from the user: remove the others", param="messages"
@@ -148,4 +162,4 @@ def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: 
     except AudioError as error:
         raise with_param(error, f"{where}.data") from error
     task, lang = options.task or "default", options.lang or "en"
-    return Audio(recording.waveform, task, lang, instruction=question, warnings=recording.warnings)
+    return Audio(recording.waveform, task, lang, instruction=question, warnings=recording.warnings), where

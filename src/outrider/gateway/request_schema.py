@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from outrider.config import (
@@ -62,10 +69,6 @@ IGNORED: Final[dict[str, str]] = {  # fields without effect on the answer: accep
     "prompt_cache_key": "use outrider.cache_salt to separate KV caches",
     "reasoning_effort": "the models have no reasoning apart from their answer",
 }
-ROLES_MESSAGE = "expected the role system, developer, user, assistant or tool"
-TOOL_CHOICE_MESSAGE = 'expected none, auto, required, or {"type": "function", "function": {"name": …}}'
-PARTS_MESSAGE = "expected a part of type text or input_audio"
-FORMATS_MESSAGE = "expected the type text, json_object or json_schema"
 
 
 def _limit_keys(value: object) -> object:
@@ -78,13 +81,17 @@ def _limit_keys(value: object) -> object:
 class StrictModel(BaseModel):
     """Base of all objects of a request: no unknown fields, no type conversions, no infinities.
 
-    reasons: why fields are not supported. tags_message, formats_message: the errors for an unknown type of a part, and
-    for an unknown format of the answer.
+    reasons: why fields are not supported. The messages are those for an unknown type of a part or of an input item, for
+    an unknown role, and for an invalid `tool_choice`.
     """
 
     reasons: ClassVar[Mapping[str, str]] = UNSUPPORTED
-    tags_message: ClassVar[str] = PARTS_MESSAGE
-    formats_message: ClassVar[str] = FORMATS_MESSAGE
+    parts_message: ClassVar[str] = "expected a part of type text or input_audio"
+    items_message: ClassVar[str] = parts_message
+    roles_message: ClassVar[str] = "expected the role system, developer, user, assistant or tool"
+    tool_choice_message: ClassVar[str] = (
+        'expected none, auto, required, or {"type": "function", "function": {"name": …}}'
+    )
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -195,7 +202,9 @@ class JsonSchema(StrictModel):
     name: Word
     description: str | None = Field(default=None, description="not used: describe the answer in the prompt")
     schema_: dict[str, Any] | bool = Field(alias="schema")
-    strict: bool | None = Field(default=None, description="not used: answers are always strict")
+    strict: bool | None = Field(
+        default=None, description="refuse unknown keywords of the schema; answers are always strict"
+    )
 
 
 class JsonSchemaFormat(StrictModel):
@@ -365,23 +374,3 @@ class ChatRequest(Request):
     safety_identifier: Word | None = _ignored("safety_identifier")
     prompt_cache_key: Word | None = _ignored("prompt_cache_key")
     metadata: Annotated[dict[Word, str], LIMITED_KEYS] | None = _ignored("metadata")
-
-
-Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(min_length=1, fail_fast=True)]
-
-
-class CompletionRequest(Request):
-    """`POST /v1/completions`. prompt: a text, token ids, or a list of either. Each has choices of its own."""
-
-    prompt: (
-        str
-        | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-    )
-    best_of: Choices | None = Field(default=None, description="generations, of which the n likeliest are returned")
-    echo: bool | None = Field(default=None, description="begin the answer's text with the prompt")
-    logprobs: TopLogprobsCount | None = Field(
-        default=None, description="report the log-probability of each token and of this many of the most probable ones"
-    )
-    suffix: Annotated[Literal[""] | None, _unsupported("suffix")] = None

@@ -315,14 +315,14 @@ class Health(Reply):
 class Overview(Reply):
     """The gateway's description. text: False for a model that only takes recordings.
 
-    drafter: the source of drafts. Prompt lookup alone cannot generate without the cloud, and prompt lookup supports no
-    gate, with or without a model. defaults: those of the `outrider` field. networks: whether requests may set
-    outrider.net. cut: whether they may set it to `cut`.
+    drafter: the source of drafts, "none" if the cloud decodes alone. Prompt lookup alone cannot generate without the
+    cloud, and prompt lookup supports no gate, with or without a model. defaults: those of the `outrider` field.
+    networks: whether requests may set outrider.net. cut: whether they may set it to `cut`.
     """
 
     edge: str
     cloud: str
-    drafter: Literal["model", "lookup", "model+lookup"]
+    drafter: Literal["model", "lookup", "model+lookup", "none"]
     defaults: RequestOptions
     settings: JsonObject
     audio: bool

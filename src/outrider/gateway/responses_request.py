@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
 from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import JsonObject, RequestError
 from outrider.gateway.request_kind import Output, RequestKind
-from outrider.gateway.request_parsing import ParsedRequest, parse_json, parse_request, validate
+from outrider.gateway.request_parsing import ParsedRequest, check_stream_options, parse_json, parse_request, validate
 from outrider.gateway.request_schema import ChatRequest, JsonObjectFormat, TextFormat
 from outrider.gateway.responses_answer import ResponsesAnswer
 from outrider.gateway.responses_schema import (
     FunctionCallItem,
     FunctionResultItem,
     InputAudioPart,
+    Item,
     JsonSchemaText,
     MessageItem,
     Parts,
@@ -25,35 +27,36 @@ from outrider.gateway.responses_schema import (
 
 _SAME: Final = ("model", "stream", "temperature", "top_p", "seed", "parallel_tool_calls", "metadata", "user")
 _SAME_WORDS: Final = ("safety_identifier", "prompt_cache_key", "outrider")
-_FIELDS: Final = {"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens", "messages": "input"}
+_LENGTHS: Final = re.compile(r"\b(?:max_tokens|max_completion_tokens)\b")
+_TOOL: Final = re.compile(r"\b(tools\.\d+)\.function\b")
+_MESSAGE: Final = re.compile(r"\bmessages(?:\.\w+)*")
 
 
 def _prepare(body: bytes, _: str, defaults: Defaults) -> tuple[ParsedRequest, Output]:
     request = validate(ResponsesRequest, parse_json(body))
+    check_stream_options(request)
     if request.outrider is not None and request.outrider.provisional:
         raise RequestError(
             "outrider.provisional: events have no provisional tokens: use chat completions",
             param="outrider.provisional",
             code="unsupported",
         )
-    chat, places = _to_chat(request)
+    chat, names = _to_chat(request)
     try:
         parsed = parse_request(validate(ChatRequest, chat), defaults)
     except RequestError as error:
-        raise _rename(error, places) from error
-    length_field = "max_output_tokens" if request.max_output_tokens else None
-    grammar_field = None if parsed.grammar_field is None else _rename_field(parsed.grammar_field)
-    parsed = replace(parsed, field="input", length_field=length_field, grammar_field=grammar_field)
+        raise _rename(error, names) from error
+    parsed = replace(parsed, rename=names.apply, notes=tuple(map(names.apply, parsed.notes)))
     return parsed, ResponsesAnswer(parsed, request)
 
 
 RESPONSES: Final = RequestKind(_prepare)
 
 
-def _to_chat(request: ResponsesRequest) -> tuple[JsonObject, list[str]]:
-    """Return the chat request, and the field of each of its messages."""
+def _to_chat(request: ResponsesRequest) -> tuple[JsonObject, FieldNames]:
+    """Return the chat request, and the names of its fields in this request."""
     fields = {name: getattr(request, name) for name in (*_SAME, *_SAME_WORDS)}
-    messages, places = _messages(request)
+    messages, names = _messages(request)
     chat: JsonObject = {name: value for name, value in fields.items() if value is not None}
     if request.outrider is not None:
         chat["outrider"] = request.outrider.model_dump(exclude_none=True)
@@ -70,7 +73,7 @@ def _to_chat(request: ResponsesRequest) -> tuple[JsonObject, list[str]]:
     if choice is not None:
         is_named = isinstance(choice, ToolName)
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if is_named else choice  # type: ignore[union-attr]
-    return {**chat, "messages": messages}, places
+    return {**chat, "messages": messages}, names
 
 
 def _format(text_format: TextFormat | JsonObjectFormat | JsonSchemaText) -> JsonObject:
@@ -81,21 +84,79 @@ def _format(text_format: TextFormat | JsonObjectFormat | JsonSchemaText) -> Json
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _messages(request: ResponsesRequest) -> tuple[list[JsonObject], list[str]]:
+class FieldNames:
+    """The fields of the original request, by the paths of a chat's fields, such as "messages.2.content"."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, str] = {"messages": "input"}
+
+    def add_message(self, number: int, item: MessageItem | FunctionCallItem | FunctionResultItem, field: str) -> None:
+        """Record the item from which a message is built. number: the message's index. field: the item's path."""
+        self.places[f"messages.{number}"] = field
+        if isinstance(item, FunctionResultItem):
+            self.places[f"messages.{number}.content"] = f"{field}.output"
+            self.places[f"messages.{number}.tool_call_id"] = f"{field}.call_id"
+
+    def add_call(self, number: int, index: int, field: str) -> None:
+        """Record the item of the call `index` in the message `number`. field: the item's path."""
+        calls = f"messages.{number}.tool_calls"
+        self.places.setdefault(calls, field)
+        self.places |= {f"{calls}.{index}": field, f"{calls}.{index}.function": field}
+        self.places[f"{calls}.{index}.id"] = f"{field}.call_id"
+
+    def apply(self, text: str) -> str:
+        """Return a text about the chat with the field names of the original request."""
+        text = _MESSAGE.sub(lambda found: self._path(found[0]), text)
+        text = text.replace("response_format.json_schema", "text.format").replace("response_format", "text.format")
+        return _LENGTHS.sub("max_output_tokens", _TOOL.sub(r"\1", text))
+
+    def _path(self, path: str) -> str:
+        steps = path.split(".")
+        prefixes = (".".join(steps[:count]) for count in range(len(steps), 0, -1))
+        known = next(prefix for prefix in prefixes if prefix in self.places)
+        return self.places[known] + path.removeprefix(known)
+
+
+def _messages(request: ResponsesRequest) -> tuple[list[JsonObject], FieldNames]:
+    """Return the messages of a chat, and the names of their fields. Calls and texts of one turn are one message."""
     messages: list[JsonObject] = []
-    places: list[str] = []
+    names = FieldNames()
     if request.instructions is not None:
         messages.append({"role": "system", "content": request.instructions})
-        places.append("instructions")
+        names.places["messages.0"] = names.places["messages.0.content"] = "instructions"
     if isinstance(request.input, str):
-        return [*messages, {"role": "user", "content": request.input}], [*places, "input"]
+        at = f"messages.{len(messages)}"
+        names.places[at] = names.places[f"{at}.content"] = "input"
+        return [*messages, {"role": "user", "content": request.input}], names
+    _check_call_ids(request.input)
     for number, item in enumerate(request.input):
-        if isinstance(item, FunctionCallItem) and messages and messages[-1]["role"] == "assistant":
-            messages[-1].setdefault("tool_calls", []).append(_call(item))
+        field = f"input.{number}"
+        last: JsonObject = messages[-1] if messages else {}
+        if isinstance(item, FunctionCallItem) and last.get("role") == "assistant":
+            last.setdefault("tool_calls", []).append(_call(item))
+        elif isinstance(item, MessageItem) and item.role == "assistant" and "tool_calls" in last:
+            last["content"] = [*_as_parts(last.get("content", [])), *_as_parts(_message(item)["content"])]
         else:
             messages.append(_message(item))
-            places.append(f"input.{number}")
-    return messages, places
+            names.add_message(len(messages) - 1, item, field)
+        if isinstance(item, FunctionCallItem):
+            names.add_call(len(messages) - 1, len(messages[-1]["tool_calls"]) - 1, field)
+    return messages, names
+
+
+def _check_call_ids(items: Sequence[Item]) -> None:
+    """Refuse two calls with the same id, because results are matched with calls by id."""
+    seen: set[str] = set()
+    for number, item in enumerate(items):
+        if isinstance(item, FunctionCallItem):
+            if item.call_id in seen:
+                field = f"input.{number}.call_id"
+                raise RequestError(f"{field}: a second call with the id {item.call_id!r}", param=field)
+            seen.add(item.call_id)
+
+
+def _as_parts(content: str | list[JsonObject]) -> list[JsonObject]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _message(item: MessageItem | FunctionCallItem | FunctionResultItem) -> JsonObject:
@@ -118,18 +179,7 @@ def _call(item: FunctionCallItem) -> JsonObject:
     return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
 
 
-def _rename_field(text: str) -> str:
-    """Return a text about a chat request with the field names of this endpoint."""
-    text = text.replace("response_format.json_schema", "text.format").replace("response_format", "text.format")
-    return re.sub(r"\b(tools\.\d+)\.function\b", r"\1", text)
-
-
-def _rename(error: RequestError, places: list[str]) -> RequestError:
+def _rename(error: RequestError, names: FieldNames) -> RequestError:
     """Return an error about a chat request with the field names of the original request."""
-
-    def rename(text: str) -> str:
-        text = _rename_field(re.sub(r"\bmessages\.(\d+)", lambda found: places[int(found[1])], text))
-        return re.sub(r"\b(max_tokens|max_completion_tokens|messages)\b", lambda found: _FIELDS[found[0]], text)
-
-    param = None if error.param is None else rename(error.param)
-    return RequestError(rename(str(error)), param=param, code=error.code, status=error.status)
+    param = None if error.param is None else names.apply(error.param)
+    return RequestError(names.apply(str(error)), param=param, code=error.code, status=error.status)

@@ -176,10 +176,10 @@ class ResponsesRequest(StrictModel):
     """`POST /v1/responses`."""
 
     reasons: ClassVar[Mapping[str, str]] = RESPONSES_UNSUPPORTED
-    tags_message: ClassVar[str] = (
-        "expected an item of type message, function_call or function_call_output, whose parts are of type input_text, "
-        "output_text or input_audio"
-    )
+    parts_message: ClassVar[str] = "expected a part of type input_text, output_text or input_audio"
+    items_message: ClassVar[str] = "expected an item of type message, function_call or function_call_output"
+    roles_message: ClassVar[str] = "expected the role system, developer, user or assistant"
+    tool_choice_message: ClassVar[str] = 'expected none, auto, required, or {"type": "function", "name": …}'
 
     model: str = Field(description="the one of GET /v1/models", json_schema_extra={"enum": [MODEL]})
     input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

@@ -9,11 +9,13 @@ from pydantic import Field
 from outrider.decoding.detokenizer import get_detokenizer
 from outrider.engines.vocabulary import tokenize
 from outrider.errors import PromptError
+from outrider.gateway.completion_schema import Ids
 from outrider.gateway.defaults import Defaults
+from outrider.gateway.error_params import place_of
 from outrider.gateway.errors import JsonObject, RequestError, with_param
 from outrider.gateway.request_parsing import parse_json, validate
 from outrider.gateway.request_prompts import build_chat
-from outrider.gateway.request_schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Ids, Message, StrictModel, Tool
+from outrider.gateway.request_schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Message, StrictModel, Tool
 from outrider.gateway.tools import read_tools
 from outrider.prompts.chat import check_text, encode
 
@@ -55,7 +57,8 @@ class Tokenization:
         try:
             ids = self._messages(request, defaults) if request.messages is not None else self._text(request)
         except PromptError as error:
-            raise with_param(error, "messages" if request.messages is not None else "prompt") from error
+            field = "messages" if request.messages is not None else "prompt"
+            raise with_param(error, place_of(error) or field) from error
         names = self._tokenizer().convert_ids_to_tokens(ids) if request.return_token_strs else None
         return {"count": len(ids), "max_model_len": self._engine.max_length, "tokens": ids, "token_strs": names}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, Final
 
 _BARE: Final = frozenset(' \t\r\n:,"{}[]0123456789+-.eEtrufalsn')  # characters of JSON outside of strings
@@ -129,6 +130,14 @@ class CallScanner:
 def load_json(text: str) -> Any:
     """Return a JSON value, or None if the text is not valid JSON."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
+
+
+def _finite(text: str) -> float:
+    """Return a number. Raise ValueError for NaN and infinity, which are no JSON, and for 1e999."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not finite")
+    return value

@@ -82,19 +82,22 @@ Part = Text | CallStart | Arguments
 class ToolParser:
     """Splits an output that arrives in pieces into text and calls.
 
-    names: the tools. Calls of other names are text. opened: the output begins after an opener. whole: report a call at
-    its end, and only if it is valid. Otherwise it is reported once its arguments begin, and `broken` counts the calls
-    that turn out to be invalid after that.
+    names: the tools. Calls of other names are text. whole: report a call at its end, and only if it is valid. Otherwise
+    it is reported once its arguments begin, and `broken` counts the calls that turn out to be invalid after that.
+    calls_or_text: the output is calls only if it begins with the opener, and otherwise text throughout.
     """
 
-    def __init__(self, syntax: ToolSyntax, names: Set[str], *, opened: bool = False, whole: bool = False) -> None:
+    def __init__(
+        self, syntax: ToolSyntax, names: Set[str], *, whole: bool = False, calls_or_text: bool = False
+    ) -> None:
         self._syntax, self._names, self._whole = syntax, names, whole
         self._pending = ""  # not processed yet
         self._lead = ""  # processed, but text unless a call follows
-        self._state: Callable[[], list[Part] | None] = self._group if opened or syntax.bare else self._text
+        first = self._group if syntax.bare else self._text
+        self._state: Callable[[], list[Part] | None] = self._begin if calls_or_text else first
         self._in_group = 0  # calls in the current group
         self._openers = dict([(syntax.opener, syntax.closer), *syntax.others])
-        self._closer = syntax.closer if opened else ""  # the closer of the current group
+        self._closer = ""  # of the current group
         self._scanner = CallScanner(syntax.arguments)
         self._started = False  # whether the current call is reported
         self.calls = 0
@@ -117,6 +120,19 @@ class ToolParser:
         return [*parts, Text(rest)] if rest and not (self.calls and not rest.strip()) else parts
 
     # States: each returns the parts that it found, or None if it needs more of the output --------------------
+
+    def _begin(self) -> list[Part] | None:
+        """Decide by the output's beginning whether it is calls or text."""
+        opener = self._syntax.opener
+        if opener.startswith(self._pending) and self._pending != opener:
+            return None
+        self._state = self._text if self._pending.startswith(opener) else self._plain
+        return []
+
+    def _plain(self) -> list[Part] | None:
+        """Pass all output on as text."""
+        text, self._pending = self._pending, ""
+        return [Text(text)] if text else None
 
     def _text(self) -> list[Part] | None:
         """Search for an opener. White space before a call is not part of the text."""

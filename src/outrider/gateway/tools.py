@@ -13,8 +13,7 @@ from outrider.decoding.events import StreamEvent
 from outrider.decoding.result import Result
 from outrider.errors import PromptError, SettingsError
 from outrider.gateway.errors import JsonObject, RequestError
-from outrider.gateway.request_schema import ChatRequest, Message, NamedToolChoice
-from outrider.gateway.tool_call_scanner import load_json
+from outrider.gateway.request_schema import ChatRequest, JsonObjectFormat, JsonSchemaFormat, NamedToolChoice
 from outrider.gateway.tool_grammar import call_grammar
 from outrider.gateway.tool_parsers import (
     HERMES,
@@ -69,6 +68,11 @@ class ToolSupport:
     opening: str = ""
     special: Mapping[int, str] = field(default_factory=dict)
 
+    @property
+    def writes_opener(self) -> bool:
+        """Whether the template writes the opener before calls, which distinguishes them from other answers."""
+        return self.syntax.opener in self.opening
+
 
 def find_tool_support(name: str, tokenizer: Any) -> ToolSupport:
     """Return the syntax in which a chat template writes the tool calls.
@@ -111,24 +115,21 @@ def _special_tokens(tokenizer: Any, syntax: ToolSyntax) -> dict[int, str]:
 class RequestedTools:
     """The tools of one request. parallel: whether an answer may hold more than one call.
 
-    enforced: the indices of the tools of which the answer must call one. Empty: the model may answer without a call.
+    enforced: the indices of the tools whose calls a grammar enforces, or empty without a grammar. answer: the schema of
+    an answer without a call, if the grammar allows one. answer_field: its field in the request.
     """
 
     support: ToolSupport
     definitions: tuple[JsonObject, ...]
     parallel: bool = True
     enforced: tuple[int, ...] = ()
+    answer: JsonObject | None = None
+    answer_field: str = ""
 
     @property
     def names(self) -> Set[str]:
         """Return the names of the tools."""
         return {tool["function"]["name"] for tool in self.definitions}
-
-    @property
-    def opening(self) -> str:
-        """The beginning of an enforced answer that is part of the prompt, because grammars cannot produce it."""
-        syntax = self.support.syntax
-        return syntax.opener if self.enforced and syntax.opener in self.support.special.values() else ""
 
     @property
     def grammar(self) -> Grammar | None:
@@ -141,19 +142,19 @@ class RequestedTools:
             return None
         syntax, tools = self.support.syntax, [self.definitions[number] for number in self.enforced]
         begun = self.support.opening.rpartition(syntax.opener)[2].removesuffix(syntax.start)
-        is_written = syntax.opener in self.support.opening and not self.opening
-        before = syntax.opener + begun if is_written else begun
+        before = syntax.opener + begun if self.support.writes_opener else begun
         try:
-            return call_grammar(syntax, tools, before, parallel=self.parallel)
+            return call_grammar(syntax, tools, before, parallel=self.parallel, answer=self.answer)
         except SettingsError as error:
             raise RequestError(f"tools: {error}", param="tools", code="invalid_value") from error
 
     @property
-    def grammar_field(self) -> str | None:
-        """Return the request's field of the schema that an enforced answer follows."""
-        if not self.enforced:
-            return None
-        return f"tools.{self.enforced[0]}.function.parameters" if len(self.enforced) == 1 else "tools"
+    def grammar_fields(self) -> dict[str, str]:
+        """Return the request's fields of the schemas in the grammar, by prefixes of the path in a GrammarError."""
+        fields = [f"tools.{number}.function.parameters" for number in self.enforced]
+        places = {f"calls.$defs.tool{number}": each for number, each in enumerate(fields)}
+        answer = {} if self.answer is None else {"answer": self.answer_field}
+        return {"": fields[0] if len(fields) == 1 else "tools", **places, **answer} if fields else {}
 
 
 def read_tools(request: ChatRequest, support: ToolSupport | str) -> RequestedTools | None:
@@ -176,50 +177,44 @@ def read_tools(request: ChatRequest, support: ToolSupport | str) -> RequestedToo
             raise RequestError(f"tools.{number}: duplicate tool name {name}", param=f"tools.{number}")
     if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
         raise RequestError(f"tool_choice: there is no tool {choice.function.name!r}", param="tool_choice")
+    answer, answer_field = _read_answer(request, support) if choice == "auto" else (None, "")
     enforced: tuple[int, ...] = ()
     if isinstance(choice, NamedToolChoice):
         enforced = (names.index(choice.function.name),)
-    elif choice == "required":
+    elif choice == "required" or answer is not None:
         enforced = tuple(range(len(names)))
     parallel = request.parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice)
-    return RequestedTools(support, definitions, parallel, enforced)
+    return RequestedTools(support, definitions, parallel, enforced, answer, answer_field)
 
 
-def build_notes(request: ChatRequest) -> list[str]:
+def _read_answer(request: ChatRequest, support: ToolSupport) -> tuple[JsonObject | None, str]:
+    """Return the schema of an answer without a call and the schema's field, or None and ""."""
+    given = request.response_format
+    if not isinstance(given, JsonSchemaFormat | JsonObjectFormat):
+        return None, ""
+    if not support.writes_opener:
+        raise RequestError(
+            "response_format cannot be combined with tools: this model writes calls as JSON alone, which cannot be "
+            "distinguished from an answer in the format: leave out one of them",
+            param="response_format",
+            code="unsupported",
+        )
+    if isinstance(given, JsonObjectFormat):
+        return {"type": "object"}, "response_format"
+    field, schema = "response_format.json_schema.schema", given.json_schema.schema_
+    if schema is False:
+        raise RequestError(f"{field}: the schema false allows no output", param=field, code="invalid_value")
+    return {} if schema is True else schema, field
+
+
+def build_notes(request: ChatRequest, tools: RequestedTools | None) -> list[str]:
     """Return warnings about fields of tools without effect."""
     if request.parallel_tool_calls is not None and not request.tools:
         return ["parallel_tool_calls was not used: there are no tools"]
     strict = [n for n, tool in enumerate(request.tools or []) if tool.function.strict]
-    if not strict or request.tool_choice not in (None, "auto"):
+    if not strict or tools is None or tools.enforced:
         return []
     return [f"tools.{strict[0]}.function.strict was not used: with tool_choice auto, arguments are not enforced"]
-
-
-def message_fields(at: int, message: Message) -> JsonObject:
-    """Return a message's fields about tools, in the form of chat templates.
-
-    Raises:
-        RequestError: a field does not belong to the message's role, or arguments are not a JSON object.
-    """
-    where = f"messages.{at}"
-    if message.tool_calls and message.role != "assistant":
-        raise RequestError(f"{where}.tool_calls: only for the role assistant", param=f"{where}.tool_calls")
-    if (message.tool_call_id is not None) != (message.role == "tool"):
-        reason = "is missing: give the call's id" if message.role == "tool" else "belongs to messages of the role tool"
-        raise RequestError(f"{where}.tool_call_id {reason}", param=f"{where}.tool_call_id")
-    if message.content is None and not message.tool_calls:
-        raise RequestError(f"{where}.content is missing", param=f"{where}.content", code="missing")
-    fields: JsonObject = {} if message.tool_call_id is None else {"tool_call_id": message.tool_call_id}
-    if message.tool_calls:
-        fields["tool_calls"] = []
-    for number, call in enumerate(message.tool_calls or []):
-        arguments = load_json(call.function.arguments)
-        if not isinstance(arguments, dict):
-            path = f"{where}.tool_calls.{number}.function.arguments"
-            raise RequestError(f"{path}: not a JSON object", param=path, code="invalid_value")
-        function = {"name": call.function.name, "arguments": arguments}
-        fields["tool_calls"].append({"id": call.id, "type": "function", "function": function})
-    return fields
 
 
 # Answers ------------------------------------------------------------------------------------------------------
@@ -230,7 +225,9 @@ class ToolOutput:
 
     def __init__(self, tools: RequestedTools, *, whole: bool) -> None:
         self._tools = tools
-        self._parser = ToolParser(tools.support.syntax, tools.names, opened=bool(tools.opening), whole=whole)
+        self._parser = ToolParser(
+            tools.support.syntax, tools.names, whole=whole, calls_or_text=tools.answer is not None
+        )
         self._calls = 0  # number of reported calls
         self._left_out = 0
 

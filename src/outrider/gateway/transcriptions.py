@@ -20,7 +20,7 @@ from outrider.gateway.prompt_size import measure_prompt
 from outrider.gateway.recordings import decode_file
 from outrider.gateway.request_kind import Output, RequestKind, SingleOutput
 from outrider.gateway.request_parsing import ParsedRequest, parse_json, parse_request, validate
-from outrider.gateway.request_schema import MODEL, ChatRequest, StrictModel
+from outrider.gateway.request_schema import MODEL, ChatRequest, OutriderOptions, StrictModel
 from outrider.gateway.response_building import StableText, encode_event, outcome, visible_text
 from outrider.prompts.audio import Audio
 
@@ -56,25 +56,61 @@ def _prepare(body: bytes, content_type: str, defaults: Defaults) -> tuple[Parsed
     if not form["file"].is_file or not request.file:
         raise RequestError("file: send a file that is not empty", param="file", code="invalid_value")
     if not defaults.audio_seconds:
-        raise RequestError(f"{defaults.edge} takes no audio: give an audio-language model as --edge", param="file")
-    options = parse_json(request.outrider.encode()) if request.outrider is not None else {}
-    stand_in = {"model": request.model, "messages": [{"role": "user", "content": "the recording"}]}
-    given = {"temperature": request.temperature, "stream": request.stream, "outrider": options}
-    task, lang = options.pop("task", "default"), options.pop("lang", request.language or "en")
-    if request.prompt is not None and (request.language, task, lang) != (None, "default", "en"):
-        raise RequestError("prompt: a question replaces language, task and lang: give one or the other", param="prompt")
-    validate(ChatRequest, {**stand_in, "outrider": {"task": task, "lang": lang}})
-    parsed = parse_request(validate(ChatRequest, {**stand_in, **given}), defaults)
+        raise RequestError(defaults.audio_refusal, param="file")
+    if request.stream and request.response_format != "json":
+        raise RequestError(f"stream: not supported with response_format {request.response_format}", param="stream")
+    parsed, task, lang = _parse_options(request, defaults)
     try:
         recording = decode_file(request.file, defaults.audio_seconds)
     except AudioError as error:
         raise with_param(error, "file") from error
     audio = Audio(recording.waveform, task, lang, instruction=request.prompt or None, warnings=recording.warnings)
-    parsed = replace(parsed, prompt=audio, field="file", prompt_bytes=(measure_prompt(audio),))
+    fields = ("prompt" if request.prompt else "file",)
+    parsed = replace(
+        parsed,
+        prompt=audio,
+        fields=fields,
+        recording_field="file",
+        prompt_bytes=(measure_prompt(audio),),
+        rename=_rename,
+    )
     return parsed, TranscriptionOutput(parsed, request.response_format, lang, recording.seconds)
 
 
 TRANSCRIPTION: Final = RequestKind(_prepare, MULTIPART)
+
+
+def _parse_options(request: TranscriptionRequest, defaults: Defaults) -> tuple[ParsedRequest, str, str]:
+    """Return the request parsed as a chat without its recording, the caption task, and the language.
+
+    Raises:
+        RequestError: an option is invalid, not supported here, or contradicts another field.
+    """
+    options = parse_json(request.outrider.encode(), "outrider") if request.outrider is not None else {}
+    fields = {"temperature": request.temperature, "stream": request.stream, "outrider": options}
+    messages = [{"role": "user", "content": "the recording"}]
+    chat = validate(ChatRequest, {"model": request.model, "messages": messages, **fields})
+    given = chat.outrider or OutriderOptions()
+    for name in ("tokens", "provisional"):
+        if getattr(given, name):
+            message = f"outrider.{name}: transcriptions do not report tokens: use chat completions"
+            raise RequestError(message, param=f"outrider.{name}", code="unsupported")
+    if request.prompt and (request.language or given.task or given.lang):
+        message = (
+            "prompt: a question replaces language, outrider.task and outrider.lang: leave them out, or leave out prompt"
+        )
+        raise RequestError(message, param="prompt")
+    if None not in (request.language, given.lang) and request.language != given.lang:
+        message = f"language {request.language} and outrider.lang {given.lang} contradict each other: give one"
+        raise RequestError(message, param="outrider.lang")
+    without = given.model_copy(update={"task": None, "lang": None})
+    parsed = parse_request(chat.model_copy(update={"outrider": without}), defaults)
+    return parsed, given.task or "default", given.lang or request.language or "en"
+
+
+def _rename(text: str) -> str:
+    """Return a text about the chat with the field names of the form."""
+    return text.replace("messages.0.content", "prompt")
 
 
 def _field_values(form: dict[str, FormField]) -> JsonObject:

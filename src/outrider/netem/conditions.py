@@ -76,6 +76,8 @@ def parse_conditions(text: str) -> Conditions:
     Raises:
         SettingsError: an unknown or repeated key, a missing unit, or a value out of range.
     """
+    if not isinstance(text, str):
+        raise SettingsError(f"net is a text such as rtt=50ms,bw=2Mbit, not {text!r}")
     if text.strip().lower() == NONE:
         return Conditions()
     values: dict[str, float] = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.errors import AudioError
+from outrider.errors import AudioError, PromptError
 from outrider.prompts.recordings import (
     MAX_CHANNELS,
     MAX_RATE,
@@ -37,7 +37,11 @@ class Audio:
     """A recording to caption: `Audio("a.wav", task="detailed", lang="zh")`.
 
     source: a path, or a waveform as floats in [−1, 1], [samples] or [samples, channels], with its sampling_rate in Hz.
-    instruction: a question instead of the caption task. warnings: of an earlier decoding, for the result.
+    instruction: a question, which replaces task and lang. warnings: of an earlier decoding, for the result.
+
+    Raises:
+        PromptError: an argument is of another type, or there are both an instruction and a task or language.
+        AudioError: sampling_rate is given for a file, which has its own.
     """
 
     source: str | Path | np.ndarray
@@ -46,6 +50,17 @@ class Audio:
     sampling_rate: int = SAMPLE_RATE
     instruction: str | None = field(default=None, kw_only=True)
     warnings: tuple[str, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        instruction = self.instruction
+        if instruction is not None and not (isinstance(instruction, str) and instruction):
+            raise PromptError(f"instruction is a text that is not empty, or None, not {instruction!r}")
+        if instruction is not None and (self.task, self.lang) != (Audio.task, Audio.lang):
+            raise PromptError("instruction replaces task and lang: leave them out, or leave out instruction")
+        if isinstance(self.source, str | Path) and self.sampling_rate != SAMPLE_RATE:
+            raise AudioError(f"sampling_rate is that of a waveform, and a file has its own: not {self.sampling_rate!r}")
+        if not isinstance(self.warnings, tuple) or not all(isinstance(each, str) for each in self.warnings):
+            raise PromptError(f"warnings is a tuple of texts, not {self.warnings!r}")
 
 
 @dataclass(frozen=True)

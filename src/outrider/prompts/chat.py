@@ -39,16 +39,17 @@ def encode(engine: Any, prompt: PromptLike) -> Prompt:
     if isinstance(prompt, Audio):
         return _encode_audio(engine, prompt)
     if isinstance(prompt, ToolChat):
-        ids = _from_messages(engine, prompt.messages, tools=prompt.tools, opening=prompt.opening)
+        ids = _from_messages(engine, prompt.messages, tools=prompt.tools)
         return Prompt(_check_ids(engine, _check_no_placeholder(engine, ids)))
     if isinstance(prompt, str):
         check_text(prompt)
         return Prompt(_check_ids(engine, _check_no_placeholder(engine, _read(engine, prompt))))
-    if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
-        raise PromptError(f"a prompt is text, token ids, chat messages or Audio, not {type(prompt).__name__}")
+    if not isinstance(prompt, list | tuple):
+        kind = type(prompt).__name__
+        raise PromptError(f"a prompt is text, a list of token ids, a list of chat messages, or Audio, not {kind}")
     if len(prompt) and isinstance(prompt[0], dict):
-        return Prompt(_check_ids(engine, _check_no_placeholder(engine, _from_messages(engine, prompt))))  # type: ignore[arg-type]
-    return Prompt(_check_no_placeholder(engine, _check_ids(engine, prompt)))  # type: ignore[arg-type]
+        return Prompt(_check_ids(engine, _check_no_placeholder(engine, _from_messages(engine, prompt))))
+    return Prompt(_check_no_placeholder(engine, _check_ids(engine, prompt)))
 
 
 def _encode_audio(engine: Any, prompt: Audio) -> Prompt:
@@ -75,13 +76,11 @@ def _expand(ids: Seq[int], placeholder: int, count: int) -> list[int]:
     return [*ids[:at], *[placeholder] * count, *ids[at + 1 :]]
 
 
-def _from_messages(
-    engine: Any, messages: Messages, *, recording: bool = False, tools: Tools = (), opening: str = ""
-) -> list[int]:
+def _from_messages(engine: Any, messages: Messages, *, recording: bool = False, tools: Tools = ()) -> list[int]:
     tokenizer = _tokenizer(engine)
     _check_fits(engine, sum(len(text) for text in _contents(messages)))
     text = chat_template.render(engine.name, tokenizer, messages, recording=recording, tools=tools)
-    return _read(engine, text + opening, add_special_tokens=False)
+    return _read(engine, text, add_special_tokens=False)
 
 
 def _contents(messages: Messages) -> Iterator[str]:

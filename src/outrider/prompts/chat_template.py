@@ -49,9 +49,9 @@ def render(name: str, tokenizer: Any, messages: Messages, *, recording: bool = F
     check_messages(name, tokenizer, messages, tools)
     continued = messages[-1].get("role") == "assistant"
     if continued and messages[-1].get("tool_calls"):
-        raise PromptError(f"{_label(messages, -1)}: the last message calls tools: add messages with their results")
+        raise _error(messages, -1, "the last message calls tools: add messages with their results", "tool_calls")
     if continued and not _texts(messages[-1]):
-        raise PromptError(f"{_label(messages, -1)}: the assistant's last message has no text to continue")
+        raise _error(messages, -1, "the assistant's last message has no text to continue")
     special = tuple(sorted(tokenizer.special_tokens_map.items()))
     form = _find_form(name, source, special, continued, messages, tools)
     template = _Template(name, source, special, continued, tools)
@@ -81,10 +81,10 @@ def _validate(messages: Messages, *, recording: bool) -> list[dict[str, Any]]:
         raise PromptError(f"the chat messages cannot be read: {error}") from error
     for number, message in enumerate(plain):
         if not isinstance(message.get("role"), str):
-            raise PromptError(f"{_label(plain, number)}: it has no role")
+            raise _error(plain, number, "it has no role", "role")
         content = message.get("content", "" if "tool_calls" in message else None)
         if not isinstance(content, str | list):
-            raise PromptError(f"{_label(plain, number)}: content is a text or a list of parts")
+            raise _error(plain, number, "content is a text or a list of parts")
         for part in [] if isinstance(content, str) else content:
             _check_part(_label(plain, number), part, recording=recording)
     return plain
@@ -105,6 +105,11 @@ def _check_part(label: str, part: Any, *, recording: bool) -> None:
     if "audio" in str(kind):
         raise PromptError(f"{label} has an audio part but no recording comes with it: give outrider.Audio")
     raise PromptError(f'{label}: a part of kind {kind!r}: parts are {{"type": "text", "text": …}}')
+
+
+def _error(messages: Messages, number: int, reason: str, field: str = "content") -> PromptError:
+    """Return the error about a field of the chat message `number`."""
+    return PromptError(f"{_label(messages, number)}: {reason}", place=f"messages.{number % len(messages)}.{field}")
 
 
 def _label(messages: Messages, number: int) -> str:
@@ -243,10 +248,9 @@ def _dropped_text_error(name: str, messages: Messages, counts: list[int]) -> Pro
     while at >= len(_texts(messages[number])):
         at, number = at - len(_texts(messages[number])), number + 1
     role = messages[number]["role"]
-    return PromptError(
-        f"{_label(messages, number)}: the chat template of {name} drops the text of this message (role {role}), as a "
-        "text and as a list of parts" + ("; put it into the user's message" if role in ("system", "developer") else "")
-    )
+    advice = "; put it into the user's message" if role in ("system", "developer") else ""
+    reason = f"the chat template of {name} drops the text of this message (role {role}), as a text and as a list of"
+    return _error(messages, number, f"{reason} parts{advice}")
 
 
 def _check_texts(name: str, messages: Messages, prompt: str, *, continued: bool) -> None:
@@ -257,10 +261,9 @@ def _check_texts(name: str, messages: Messages, prompt: str, *, continued: bool)
         for text in _texts(message):
             kept = text.rpartition(_REASONING_END)[2] if message["role"] == "assistant" else text
             if not (holds_result(text, prompt) if message["role"] == "tool" else kept.strip() in prompt):
-                raise PromptError(
-                    f"{_label(messages, number)}: the chat template of {name} changes the text of this message (role "
-                    f"{message['role']}), so the model would read another text: give the whole prompt as plain text"
-                )
+                changed = f"the chat template of {name} changes the text of this message (role {message['role']})"
+                advice = "so the model would read another text: give the whole prompt as plain text"
+                raise _error(messages, number, f"{changed}, {advice}")
 
 
 # Control tokens -----------------------------------------------------------------------------------------------
@@ -274,15 +277,15 @@ def check_messages(name: str, tokenizer: Any, messages: Messages, tools: Tools =
     """
     controls = control_tokens(tokenizer, str(tokenizer.chat_template))
     for path, text in iterate_strings("tools", list(tools)):
-        controls.check(name, path, text, controls.all)
+        controls.check(name, path, path, text, controls.all)
     for number, message in enumerate(messages):
         label = _label(messages, number)
         tokens = controls.special if message["role"] == "assistant" else controls.all
-        for path, text in _iterate_texts(label, message):
-            controls.check(name, label if len(messages) == 1 else path, text, tokens)
+        for path, text in _iterate_texts(f"messages.{number}", message):
+            controls.check(name, label if len(messages) == 1 else path, path, text, tokens)
         texts = _texts(message)
         if len(texts) > 1:  # a template may write parts without anything between them
-            controls.check(name, label, "".join(texts), tokens)
+            controls.check(name, label, f"messages.{number}.content", "".join(texts), tokens)
 
 
 def _iterate_texts(path: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -314,25 +317,30 @@ class ControlTokens:
         self._normalised = {n: each.content for n, each in added if each.special and each.normalized}
         self._tokenizer = tokenizer
 
-    def check(self, name: str, path: str, text: str, tokens: Seq[str]) -> None:
-        """Raise PromptError if a text is not valid Unicode or holds one of the tokens. path: the text's name."""
+    def check(self, name: str, label: str, place: str, text: str, tokens: Seq[str]) -> None:
+        """Raise PromptError if a text is not valid Unicode or holds one of the tokens.
+
+        label: the text's name in the error's message. place: its path in the chat.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise PromptError(f"{path} is not UTF-8, or holds half a surrogate pair: it is not text") from error
+            reason = f"{label} is not UTF-8, or holds half a surrogate pair: it is not text"
+            raise PromptError(reason, place=place) from error
         for token in tokens:
             if token in text:
-                raise _control_token_error(path, token, name)
+                raise _control_token_error(label, place, token, name)
         if self._normalised:
             ids = set(self._tokenizer(text, add_special_tokens=False)["input_ids"]) - {self._tokenizer.unk_token_id}
             for token in ids & self._normalised.keys():
-                raise _control_token_error(path, self._normalised[token], name)
+                raise _control_token_error(label, place, self._normalised[token], name)
 
 
-def _control_token_error(path: str, token: str, name: str) -> PromptError:
+def _control_token_error(label: str, place: str, token: str, name: str) -> PromptError:
     return PromptError(
-        f"{path} contains the control token {token!r} of {name}, which a message's text cannot hold: leave it out, or "
-        "give the whole prompt as plain text or token ids"
+        f"{label} contains the control token {token!r} of {name}, which a message's text cannot hold: leave it out, or "
+        "give the whole prompt as plain text or token ids",
+        place=place,
     )
 
 

@@ -26,13 +26,11 @@ class ToolChat:
     """A conversation with tools, as a prompt.
 
     messages: those of a chat. A message of the assistant may hold `tool_calls`, whose arguments are objects, and a
-    message of the role tool holds a result. tools: descriptions of functions, as in OpenAI's API. opening: the
-    beginning of the answer, which the model continues.
+    message of the role tool holds a result. tools: descriptions of functions, as in OpenAI's API.
     """
 
     messages: Seq[dict[str, Any]]
     tools: Tools = ()
-    opening: str = ""
 
 
 def mark_tools(tools: Tools) -> list[dict[str, Any]]:
@@ -60,14 +58,16 @@ def mark_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def check_marks(name: str, prompt: str, messages: Seq[dict[str, Any]], tools: Tools) -> None:
     """Raise PromptError if the prompt of a marked conversation lacks a tool, a call, or a call's arguments."""
     if not all(_TOOL.format(number) in prompt for number in range(len(tools))):
-        raise PromptError(f"tools: the chat template of {name} does not support tools: leave them out")
+        raise PromptError(f"tools: the chat template of {name} does not support tools: leave them out", place="tools")
     count = 0
     for number, message in enumerate(messages):
         for at, _ in enumerate(message.get("tool_calls") or ()):
             if _CALL.format(count) not in prompt or _ARGUMENT.format(count) not in prompt:
+                place = f"messages.{number}.tool_calls.{at}"
                 raise PromptError(
-                    f"messages.{number}.tool_calls.{at}: the chat template of {name} drops the tool calls from the "
-                    "history: write them into the message's text"
+                    f"{place}: the chat template of {name} drops the tool calls from the history: write them into the "
+                    "message's text",
+                    place=place,
                 )
             count += 1
 

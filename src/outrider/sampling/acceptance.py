@@ -26,6 +26,7 @@ import torch
 
 from outrider.config import format_number
 from outrider.errors import SettingsError
+from outrider.sampling.grammar import DeadEnd
 from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.policy import ForwardOutput, Policy
 from outrider.sampling.sampler import Distribution, NoiseStream, SampledRows, SampledToken, Support
@@ -247,8 +248,11 @@ def verify_block(
     q: for rejection sampling, the distribution from which each draft was drawn.
     noise: margins below this many logits count as near-ties (0 for float32 engines).
 
+    If no token can follow an accepted draft, the verdict ends with that draft, because the output may end there, too.
+
     Raises:
         SettingsError: the rule needs q or logits that are not given.
+        DeadEnd: no token can follow ids[:base].
     """
     k = len(ids) - base
     if accept.needs_q and (q is None or len(q) != k):
@@ -256,7 +260,12 @@ def verify_block(
     noise *= policy.noise_gain
     near_ties: list[int] = []
     for i in range(k + 1):
-        p = policy.distribution_at(logits, i, ids, base + i)
+        try:
+            p = policy.distribution_at(logits, i, ids, base + i)
+        except DeadEnd:
+            if i == 0:
+                raise
+            return Verdict(round_, i - 1, ids[base + i - 1], tuple(near_ties))
         if noise and p.top2_margin < noise:
             near_ties.append(i)
         if i == k:

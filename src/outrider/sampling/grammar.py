@@ -23,6 +23,10 @@ if TYPE_CHECKING:  # imported with the first grammar
 WORD_BITS = 32
 
 
+class DeadEnd(DecodingError):
+    """No token can follow: the grammar allows none, or the other settings ban all that it allows."""
+
+
 class CompiledGrammar:
     """A grammar over the tokens of one vocabulary. Threads may share it.
 
@@ -66,6 +70,7 @@ class GrammarMask:
         self._ids: list[int] = []  # the tokens that the matcher has consumed, without EOS
         self._words = np.zeros_like(grammar.eos)
         self._has_mask = False  # whether `_words` is the mask after `_ids`
+        self._unpacked: np.ndarray | None = None  # `_words` as bools
 
     def packed(self, output: list[int]) -> np.ndarray:
         """Return the mask after an output's tokens: int32 [⌈vocab_size ÷ 32⌉], bit n % 32 of word n ÷ 32 for token n.
@@ -74,20 +79,31 @@ class GrammarMask:
         only the first EOS, so that no row of logits is needed. The next call overwrites it.
 
         Raises:
-            DecodingError: no token of the vocabulary continues the output, or the grammar is too complex here.
+            DeadEnd: no token of the vocabulary continues the output, or the grammar is too complex here.
         """
         if not self._move_to(output):
             self._matcher = self._grammar.compile_matcher()  # with unused limits
             self._ids, self._has_mask = [], False
             if not self._move_to(output):
                 reason = self._matcher.get_error().partition("\n")[0] or "no token has the required bytes"
-                raise DecodingError(f"grammar: no token can follow {len(output)} tokens: {reason}")
+                raise DeadEnd(f"grammar: no token can follow {len(output)} tokens: {reason}")
         return self._words
 
     def allowed(self, output: list[int]) -> np.ndarray:
-        """Return the mask after an output's tokens: bool [vocab_size]. Raise as `packed` does."""
-        bits = np.unpackbits(self.packed(output).view(np.uint8), bitorder="little")
-        return bits[: self._grammar.vocab_size].view(np.bool_)
+        """Return the mask after an output's tokens: bool [vocab_size], cached: do not change it. Raise as `packed`."""
+        words = self.packed(output)
+        if self._unpacked is None:
+            bits = np.unpackbits(words.view(np.uint8), count=self._grammar.vocab_size, bitorder="little")
+            self._unpacked = bits.view(np.bool_)
+        return self._unpacked
+
+    def allows(self, output: list[int], token: int) -> bool:
+        """Return whether a token may follow an output. In a dead end, no token may."""
+        try:
+            words = self.packed(output)
+        except DeadEnd:
+            return False
+        return token < self._grammar.vocab_size and bool(words.view(np.uint8)[token // 8] >> token % 8 & 1)
 
     def _move_to(self, output: list[int]) -> bool:
         """Compute the mask after an output. Return whether the matcher succeeded."""
@@ -101,10 +117,11 @@ class GrammarMask:
         self._ids += text[:consumed]
         self._has_mask = self._has_mask and not surplus and not consumed
         if len(self._ids) < len(output):
-            self._words[:], self._has_mask = 0, False
+            self._words[:], self._has_mask, self._unpacked = 0, False, None
             if output[len(self._ids)] in self._grammar.eos_ids:
                 self._words[:] = self._grammar.end
         elif not self._has_mask:
+            self._unpacked = None
             self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
             self._has_mask = self._matcher.stop_reason() != "NoExtensionBias"  # no token is allowed, not even EOS
             if not (self._words & ~self._grammar.eos).any():

@@ -12,8 +12,8 @@ processor. For a token v with count c_v in the output:
     bans                 −∞
 
 Each is a non-decreasing function of l_v, on which `sampling/top_logprobs.py` relies. `PrefixIndex` makes the n-grams
-and the repetition penalty fast. Its state belongs to the last prefix, which is compared with the next one, so a
-roll-back needs no call.
+and the penalties fast. Its state belongs to the last prefix, which is compared with the next one, so a roll-back needs
+no call.
 """
 
 from __future__ import annotations
@@ -26,15 +26,49 @@ from torch import Tensor
 from outrider.sampling.logits import clone_logits, gather_logits, scatter_logits
 
 
-class PrefixIndex:
-    """The distinct tokens and the n-grams of a prefix, maintained incrementally."""
+class TokenCounts:
+    """The distinct tokens of a sequence and their counts. Tokens are added and removed at the sequence's end."""
 
-    def __init__(self, ngram: int = 0) -> None:
-        self._ngram = ngram
+    def __init__(self) -> None:
+        self._rows: dict[int, int] = {}  # in order of first appearance
+        self._table = np.zeros((256, 2), dtype=np.int64)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The distinct tokens in order of first appearance, int64 [distinct]."""
+        return self._table[: len(self._rows), 0]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """The count of each distinct token, int64 [distinct]."""
+        return self._table[: len(self._rows), 1]
+
+    def push(self, token: int) -> None:
+        """Append a token."""
+        row = self._rows.setdefault(token, len(self._rows))
+        if row == len(self._table):
+            self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+        self._table[row] = token, self._table[row, 1] + 1
+
+    def pop(self, token: int) -> None:
+        """Remove the last token, which is `token`."""
+        row = self._rows[token]
+        self._table[row, 1] -= 1
+        if not self._table[row, 1]:
+            del self._rows[token]  # it first appeared here, so it is the last row
+
+
+class PrefixIndex:
+    """The counts of tokens and the n-grams of a prefix, maintained incrementally.
+
+    tokens: the counts in the whole prefix. output: the counts after its first `prompt_length` tokens.
+    """
+
+    def __init__(self, ngram: int = 0, prompt_length: int = 0) -> None:
+        self._ngram, self._prompt_length = ngram, prompt_length
         self._ids: list[int] = []
-        self._counts: dict[int, int] = {}
-        self._distinct = np.empty(256, dtype=np.int64)  # a stack in order of first appearance
         self._ngram_followers: dict[tuple[int, ...], list[int]] = {}
+        self.tokens, self.output = TokenCounts(), TokenCounts()
 
     def move_to(self, ids: list[int], length: int) -> None:
         """Index the prefix ids[:length], in amortised O(changed tokens) plus one comparison of the common part."""
@@ -43,11 +77,6 @@ class PrefixIndex:
             self._pop()
         for token in ids[common:length]:
             self._push(token)
-
-    @property
-    def distinct_ids(self) -> np.ndarray:
-        """The distinct tokens of the prefix, int64 [distinct]."""
-        return self._distinct[: len(self._counts)]
 
     def ngram_completions(self) -> list[int]:
         """Return the tokens that would repeat an n-gram of the prefix (transformers' NoRepeatNGram)."""
@@ -61,19 +90,16 @@ class PrefixIndex:
     def _push(self, token: int) -> None:
         if self._ngram and len(self._ids) >= self._ngram - 1:
             self._ngram_followers.setdefault(self._tail(), []).append(token)
+        self.tokens.push(token)
+        if len(self._ids) >= self._prompt_length:
+            self.output.push(token)
         self._ids.append(token)
-        count = self._counts.get(token, 0)
-        self._counts[token] = count + 1
-        if not count:
-            if len(self._counts) > self._distinct.size:
-                self._distinct = np.concatenate([self._distinct, np.empty_like(self._distinct)])
-            self._distinct[len(self._counts) - 1] = token
 
     def _pop(self) -> None:
         token = self._ids.pop()
-        self._counts[token] -= 1
-        if not self._counts[token]:
-            del self._counts[token]  # it first appeared here, so it is the top of the stack
+        self.tokens.pop(token)
+        if len(self._ids) >= self._prompt_length:
+            self.output.pop(token)
         if self._ngram and len(self._ids) >= self._ngram - 1:
             self._ngram_followers[self._tail()].pop()
 
@@ -134,7 +160,8 @@ class LogitsProcessors:
             index.move_to(ids, length)
             _apply_repetition_penalty(logits, self._penalised_ids(ids, length, index), self.repetition_penalty)
         if self.counts_output:
-            self._subtract_penalties(logits, ids[self.prompt_length : length])
+            index.move_to(ids, length)
+            self._subtract_penalties(logits, index.output)
         _ban(logits, self.banned_at(ids, length, index))
         return logits
 
@@ -149,20 +176,20 @@ class LogitsProcessors:
     def _penalised_ids(self, ids: list[int], length: int, index: PrefixIndex) -> np.ndarray:
         """Return the distinct tokens that the penalty covers, int64 [distinct]."""
         if not self.repetition_window:
-            return index.distinct_ids
+            return index.tokens.ids
         return np.unique(np.array(ids[max(0, length - self.repetition_window) : length], dtype=np.int64))
 
-    def _subtract_penalties(self, logits: Tensor, output: list[int]) -> None:
+    def _subtract_penalties(self, logits: Tensor, output: TokenCounts) -> None:
         """Apply the frequency and the presence penalty, in float32 and in vLLM's order."""
-        tokens, counts = np.unique(np.array(output, dtype=np.int64), return_counts=True)
-        known = tokens < logits.shape[-1]
-        scores = gather_logits(logits, tokens[known])
-        scores = scores - np.float32(self.frequency_penalty) * counts[known].astype(np.float32)
-        scatter_logits(logits, tokens[known], scores - np.float32(self.presence_penalty))
+        known = output.ids < logits.shape[-1]
+        tokens, counts = output.ids[known], output.counts[known]
+        scores = gather_logits(logits, tokens)
+        scores = scores - np.float32(self.frequency_penalty) * counts.astype(np.float32)
+        scatter_logits(logits, tokens, scores - np.float32(self.presence_penalty))
 
     def index(self) -> PrefixIndex:
         """Return a new index to pass to `apply`. Threads must not share one."""
-        return PrefixIndex(self.no_repeat_ngram)
+        return PrefixIndex(self.no_repeat_ngram, self.prompt_length)
 
 
 def _apply_repetition_penalty(logits: Tensor, seen: np.ndarray, penalty: float) -> None:

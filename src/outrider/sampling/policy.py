@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from outrider.config import GenerationSettings
-from outrider.errors import DecodingError, SettingsError
-from outrider.sampling.grammar import CompiledGrammar, GrammarMask
+from outrider.errors import SettingsError
+from outrider.sampling.grammar import CompiledGrammar, DeadEnd, GrammarMask
 from outrider.sampling.logits import argmax, ban_others, clone_logits
 from outrider.sampling.logits_processors import LogitsProcessors
 from outrider.sampling.logprobs import Logprobs, compute_logprobs
@@ -111,11 +111,11 @@ class Policy:
         """Return the distribution after ids[:length]. logits: the model's raw row, float32 [≥ vocab_size].
 
         Raises:
-            DecodingError: the other settings ban every token that the grammar allows, or the grammar allows none.
+            DeadEnd: the other settings ban every token that the grammar allows, or the grammar allows none.
         """
         processed = self._process(logits, ids, length)
         if self.has_grammar and float(processed[argmax(processed)]) == -math.inf:
-            raise DecodingError(
+            raise DeadEnd(
                 f"no token can be chosen at position {length}: min_new_tokens, suppress_tokens or "
                 "no_repeat_ngram_size ban every token that the grammar allows"
             )
@@ -144,8 +144,7 @@ class Policy:
         """Return whether a token is in the vocabulary, and the grammar allows it after `ids`."""
         if token >= self.vocab_size:
             return False
-        allowed = self.allowed(ids, len(ids))
-        return allowed is None or (token < len(allowed) and bool(allowed[token]))
+        return self._mask is None or self._mask.allows(ids[self.processors.prompt_length :], token)
 
     def allowed(self, ids: list[int], length: int) -> np.ndarray | None:
         """Return the tokens that the grammar allows after ids[:length], bool [≤ vocab_size], or None without one."""

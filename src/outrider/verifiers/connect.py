@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from outrider.config import check_type
 from outrider.engines.load import load_engine
 from outrider.errors import DataError, SettingsError
 from outrider.files import decode_text
@@ -126,6 +128,10 @@ def _connect_remote(
 ) -> Verifier:
     from outrider.transport.tls import CLIENT_KEY_TYPES, ClientTls, check_key_type
 
+    check_type("tls", tls, bool, "True or False")
+    check_type("token", token, (str, NoneType), "a text")
+    for name, file in {"token_file": token_file, "ca": ca, "cert": cert, "key": key}.items():
+        check_type(name, file, (str, Path, NoneType), "the path of a file")
     for name, seconds in (("deadline", deadline), ("patience", patience)):
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
             raise SettingsError(f"{name} is a number of seconds above 0, not {seconds!r}")

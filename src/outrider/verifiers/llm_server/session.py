@@ -228,7 +228,8 @@ def check_settings(settings: GenerationSettings, capabilities: Capabilities, nam
         )
     if not settings.top_k and settings.top_p == 1.0 and settings.min_p == 0.0:
         raise SettingsError(
-            f"sampling from the whole vocabulary: {name} sends {capabilities.top} entries of a row; set top_k (up to "
+            f"temperature {settings.temperature:g} without top_k, top_p and min_p samples from the whole vocabulary: "
+            f"{name} sends {capabilities.top} entries of a row; set top_k (up to "
             f"{capabilities.top - 1}), top_p or min_p, or {backend.more_hint(capabilities, ALL_LOGPROBS)}"
         )
 

@@ -1,0 +1,172 @@
+"""JSON schemas of structured output: their translation for llguidance, and checks that llguidance lacks.
+
+A schema is refused if llguidance's grammar differs from it: if repeated keys could fulfil `minProperties`, although a
+parser merges them, or if the grammar allows the beginning of a value that can never be completed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+from outrider.engines.schema_parts import ANNOTATIONS, Schema, SchemaParts, dict_in, list_in, required_keys, types_of
+from outrider.engines.schema_recursion import find_infinite
+from outrider.errors import GrammarError
+
+# White space between two JSON tokens. Without a limit, weak models generate nothing else.
+WHITESPACE: Final = r"\x20|\n[\x20\t]{0,20}"
+# Without \u. Otherwise the additional key "\u0061" could repeat the property "a" with a value of another schema.
+ESCAPES: Final = {"json_allowed_escapes": 'nrbtf\\"'}
+# Characters that strings cannot hold without \u, and the ways to write them in a pattern.
+UNWRITABLE: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+UNWRITABLE_IN_PATTERN: Final = re.compile(
+    r"[\x00-\x07\x0b\x0e-\x1f\x7f]|\\(?:x[01]|x7[fF]|u00[01]|u007[fF]|[xuUpP]\{|U|c|0|[av])"
+)
+MAX_INTEGER: Final = 2**53  # beyond it, llguidance rounds
+BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+LAYOUT_OPTIONS: Final = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
+# Keywords that constrain values. llguidance refuses some of them by name.
+CONSTRAINTS: Final = frozenset({
+    "$ref", "$dynamicRef", "$recursiveRef", "type", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "then",
+    "else", "properties", "patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties",
+    "dependentSchemas", "dependentRequired", "dependencies", "required", "minProperties", "maxProperties", "items",
+    "prefixItems", "additionalItems", "unevaluatedItems", "contains", "minContains", "maxContains", "minItems",
+    "maxItems", "uniqueItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
+    "exclusiveMaximum", "multipleOf",
+})  # fmt: skip
+
+
+def read_schema(text: str) -> Schema:
+    """Parse a schema. Return {} for true, which allows every value.
+
+    Raises:
+        GrammarError: the text is not JSON, or is not a schema, or is false, which allows none.
+    """
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"the schema is not valid JSON: {error}", "") from error
+    if not isinstance(schema, (dict, bool)):
+        raise GrammarError("a schema is an object, true or false", "")
+    if schema is False:
+        raise GrammarError("the schema false allows no output", "")
+    return {} if schema is True else schema
+
+
+def write_schema(schema: Schema) -> str:
+    """Return a schema as JSON with llguidance's options, which are in `x-guidance`."""
+    given = schema.get("x-guidance", {})
+    spaces = {} if "whitespace_flexible" in given else {"whitespace_pattern": WHITESPACE}
+    options = {**ESCAPES, **spaces, **given}
+    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
+
+
+def check_schema(schema: Schema) -> None:
+    """Refuse a schema that llguidance's grammar does not enforce exactly.
+
+    Raises:
+        GrammarError: an output could match the grammar but not the schema, or could never be completed. The error names
+            the part at fault.
+    """
+    _check_layout(schema.get("x-guidance", {}))
+    try:
+        write_schema(schema).encode()
+    except UnicodeEncodeError:
+        raise GrammarError("the schema holds half a surrogate pair (\\ud800 to \\udfff)", "") from None
+    except RecursionError:
+        raise GrammarError("the schema is nested too deeply", "") from None
+    parts = SchemaParts(schema)
+    has_references = any("$ref" in part for part in parts)
+    for part in parts:
+        if has_references:
+            _check_references(part, parts.place(part))
+        _check_values(part, parts.place(part))
+        _check_repeated_keys(part, parts.place(part))
+    infinite = find_infinite(parts)
+    if infinite is not None:
+        raise GrammarError("no finite value matches it: infinite recursion", parts.place(infinite))
+
+
+def find_unknown_keywords(schema: Schema) -> list[str]:
+    """Return the paths of keywords that JSON Schema does not define, such as `minLenght`. Those with x- are allowed."""
+    parts = SchemaParts(schema)
+    return [
+        f"{parts.place(part)}.{key}".lstrip(".")
+        for part in parts
+        for key in part
+        if key not in CONSTRAINTS and key not in ANNOTATIONS and not key.startswith("x-")
+    ]
+
+
+def _check_layout(options: Any) -> None:
+    """Refuse options of llguidance that allow outputs against the schema, such as `lenient`."""
+    unknown = sorted(set(options) - set(LAYOUT_OPTIONS)) if isinstance(options, dict) else [str(options)]
+    known = ", ".join(LAYOUT_OPTIONS)
+    if unknown:
+        raise GrammarError(f"{', '.join(unknown)}: expected an object with the keys {known}", "x-guidance")
+
+
+def _check_references(part: Schema, place: str) -> None:
+    """Refuse references other than paths from the root, because the checks follow only such paths."""
+    reference = part.get("$ref", "#")
+    if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
+        raise GrammarError('$ref is supported only as "#" or as a path, such as "#/$defs/name"', place)
+    if place and any(isinstance(part.get(key), str) for key in ("$id", "id")):
+        raise GrammarError("$id is supported only at the root if there is a $ref: it changes what a $ref means", place)
+
+
+# Values -----------------------------------------------------------------------------------------------------
+
+
+def _check_values(part: Schema, place: str) -> None:
+    """Refuse values that llguidance replaces by others: it rounds large numbers, and drops control characters."""
+    for key, found in (("const", [part.get("const")]), ("enum", list_in(part, "enum"))):
+        for value in _scalars(found):
+            if isinstance(value, str) and UNWRITABLE.search(value):
+                raise GrammarError("control characters cannot be enforced", f"{place}.{key}".lstrip("."))
+            if isinstance(value, int) and abs(value) > MAX_INTEGER:
+                raise GrammarError("integers beyond ±2^53 cannot be enforced", f"{place}.{key}".lstrip("."))
+    for key in BOUNDS:
+        value = part.get(key)
+        if isinstance(value, int | float) and abs(value) > MAX_INTEGER:
+            raise GrammarError("bounds beyond ±2^53 cannot be enforced: leave it out", f"{place}.{key}".lstrip("."))
+    for key, patterns in (
+        ("pattern", [part.get("pattern")]),
+        ("patternProperties", dict_in(part, "patternProperties")),
+    ):
+        if any(isinstance(each, str) and UNWRITABLE_IN_PATTERN.search(each) for each in patterns):
+            raise GrammarError("control characters in a pattern cannot be enforced", f"{place}.{key}".lstrip("."))
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """Yield the keys and the innermost values of a JSON value."""
+    queue = [value]
+    while queue:
+        each = queue.pop()
+        if isinstance(each, dict):
+            queue += [*each, *each.values()]
+        elif isinstance(each, list):
+            queue += each
+        else:
+            yield each
+
+
+# Repeated keys ----------------------------------------------------------------------------------------------
+
+
+def _check_repeated_keys(part: Schema, place: str) -> None:
+    """Refuse a `minProperties` that repeated keys could fulfil.
+
+    llguidance's grammar allows a listed key once, but can repeat other keys, which parsers then merge. Beside the
+    required keys, only one more key is certain to differ from all others.
+    """
+    least, distinct = part.get("minProperties"), len(required_keys(part)) + 1
+    has_others = part.get("additionalProperties") is not False or part.get("patternProperties")
+    if isinstance(least, int) and least > distinct and has_others and "object" in types_of(part):
+        raise GrammarError(
+            f"minProperties {least} is not supported here: keys that `properties` and `required` do not list can "
+            f"repeat, and parsers merge repeated keys: give at most {distinct}, one more than the required keys",
+            place,
+        )
