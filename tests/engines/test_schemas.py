@@ -346,3 +346,10 @@ def test_other_texts_are_enforced(text: str) -> None:
     grammar = Grammar.json_schema({"const": text})
     assert accepts(grammar, json.dumps(text, ensure_ascii=False))
     assert not accepts(grammar, json.dumps(text + "x", ensure_ascii=False))
+
+
+@pytest.mark.parametrize("count", [700, 2000])
+def test_an_object_may_have_as_many_optional_keys_as_a_schema_can_hold(count: int) -> None:
+    grammar = Grammar.json_schema({"properties": {f"k{n}": INTEGER for n in range(count)}, "type": "object"})
+    assert accepts(grammar, '{"k0":1,"k5":2}')
+    assert not accepts(grammar, '{"k5":"x"}')

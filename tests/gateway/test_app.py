@@ -24,6 +24,7 @@ from outrider.errors import (
     PromptError,
     SettingsError,
     StateError,
+    VocabularyMismatch,
 )
 from outrider.gateway import connections, handlers, response_schema
 from outrider.gateway.access import Access, allowed_hosts, check_listen
@@ -143,9 +144,10 @@ def leaves(kind: type[OutriderError]) -> list[type[OutriderError]]:
 def test_every_error_has_a_status_of_its_own_and_none_from_bad_input_is_a_server_s(kind: type[OutriderError]) -> None:
     said = to_error_response(kind("a reason"))
     assert response_schema.ErrorReply.model_validate(said.body())
-    if issubclass(kind, errors.InputError | DecodingError):
+    is_cloud_s = issubclass(kind, CloudLost | CloudRefused | VocabularyMismatch)
+    if issubclass(kind, errors.InputError | DecodingError) and not is_cloud_s:
         assert said.status == 400
-    assert (said.type == "cloud_error") == issubclass(kind, CloudLost | CloudRefused)
+    assert (said.type == "cloud_error") == is_cloud_s
 
 
 @pytest.mark.parametrize("stream", [False, True])

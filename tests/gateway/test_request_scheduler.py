@@ -138,7 +138,8 @@ def test_drafted_tokens_are_sent_at_once_on_request(served: Served, provisional:
             task = await scheduler.start("me", "Hello there", {"max_new_tokens": 20}, options, provisional=provisional)
             first = await anext(task)
             assert {event.kind for event in first} <= ({"provisional"} if provisional else set(KINDS))
-            assert provisional or first[-1].kind != "provisional"
+            # Drafts of the next block may have arrived since.
+            assert provisional or any(event.kind != "provisional" for event in first)
             task.cancel()
             await scheduler.close()
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.config import GenerationSettings, Grammar
-from outrider.engines.grammars import compile_grammar, prepare_vocabulary
+from outrider.engines.grammars import LIMITS, compile_grammar, prepare_vocabulary
 from outrider.errors import DecodingError, SettingsError
 from outrider.sampling.grammar import CompiledGrammar, GrammarMask
 from outrider.sampling.policy import Policy
@@ -134,7 +134,8 @@ def test_a_vocabulary_that_cannot_go_on_is_an_error_and_not_an_end() -> None:
         GrammarMask(CompiledGrammar(matcher, lark.vocab_size, (EOS,))).allowed([])  # type: ignore[arg-type]
 
 
-def test_a_grammar_that_is_too_complex_is_an_error_and_not_an_end() -> None:
+def test_a_grammar_that_is_too_complex_is_an_error_and_not_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LIMITS, "max_items_in_row", 2_000)
     schema = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(1_200)}}
     grammar = compile_grammar(Grammar.json_schema(schema), byte_level(), (EOS,))
     with pytest.raises(DecodingError, match=r"no token can follow 1 tokens: .*items"):

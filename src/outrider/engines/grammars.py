@@ -37,7 +37,7 @@ LIMITS: Final = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 50_000,
-    "max_items_in_row": 2_000,
+    "max_items_in_row": 10_000,  # an object has four for each optional key
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
     "verbose_errors": False,
