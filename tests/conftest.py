@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import signal
 import threading
@@ -33,6 +34,16 @@ settings.load_profile("outrider")
 def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tokenizers of clouds are not kept in the user's own cache."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def log_is_as_before() -> Iterator[None]:
+    """A command that a test runs in this process sets up the log for itself, which would hide that of later tests."""
+    log = logging.getLogger("outrider")
+    before = list(log.handlers), log.level, log.propagate
+    yield
+    log.handlers[:], log.propagate = before[0], before[2]
+    log.setLevel(before[1])
 
 
 @pytest.fixture(autouse=True)

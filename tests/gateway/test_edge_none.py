@@ -18,6 +18,7 @@ from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
 from outrider.prompts.chat import encode
 from tests.support import tool_templates
 from tests.support.cloud_server import Served, serving
+from tests.support.gateway_pair import demo_cloud
 from tests.support.gateway_process import audio_request, running_gateway
 from tests.support.tiny_models import byte_tokenizer, tiny_engine
 
@@ -160,12 +161,14 @@ def test_command_lines_that_contradict_edge_none_are_refused(pair: Pair, reason:
 
 
 @pytest.mark.network
-def test_a_cloud_that_cannot_be_reached_or_has_no_tokenizer_ends_the_start() -> None:
+def test_a_cloud_that_is_away_or_cannot_serve_texts_alone_ends_the_start() -> None:
     network = Network(patience=0.2)
     with pytest.raises(CloudLost):
         run_edge("127.0.0.1:0", Pair(GRPC, network=network), Serving())
     with serving(tiny_engine("qwen2")) as bare, pytest.raises(ModelError, match="came without a tokenizer"):
         run_edge("127.0.0.1:0", Pair(Models("none", f"grpc://{bare.address}")), Serving())
+    with serving(demo_cloud()) as audio, pytest.raises(ModelError, match="only captions recordings: give --edge MODEL"):
+        run_edge("127.0.0.1:0", Pair(Models("none", f"grpc://{audio.address}")), Serving())
 
 
 def test_a_pool_without_a_drafter_decodes_cloud_only() -> None:

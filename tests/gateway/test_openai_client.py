@@ -343,7 +343,7 @@ def test_without_a_cloud_it_is_an_edge_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--edge", "none"], "give --edge MODEL"),
+        (["--edge", "none", "--cloud", "vllm://127.0.0.1:1"], "give --edge MODEL"),
         (["--slots", "0"], "--slots 0"),
         (["--gate", "luck"], "gate 'luck'"),
         (["--listen", "0.0.0.0:0"], "--api-keys"),

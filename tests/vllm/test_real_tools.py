@@ -22,7 +22,8 @@ def url(start: Start) -> Iterator[str]:
     server = start(CLOUD, *OPEN)
     server.wait()
     cloud = f"vllm://127.0.0.1:{server.port}"
-    options = ("--deadline", "300", "--top-k", "50")  # of LlamaIndex's temperature of 0.1: rows have 256 entries
+    # LlamaIndex asks for a temperature of 0.1, and the rows of this server have 256 entries.
+    options = ("--deadline", "300", "--temperature", "0.1", "--top-k", "50")
     with running_gateway("--edge", str(EDGE), "--cloud", cloud, *options) as (url, _):
         yield url
 

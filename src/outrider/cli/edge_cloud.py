@@ -77,7 +77,7 @@ def fetch_tokenizer(reach: VerifierFactory | None) -> PromptLookup:
 
     Raises:
         CloudError: the cloud cannot be reached, or its tokenizer files cannot be used.
-        ModelError: the cloud has no tokenizer.
+        ModelError: the cloud has no tokenizer, or its model captions recordings only.
     """
     from outrider.edge.target_tokenizer import read_target_tokenizer
     from outrider.verifiers.base import disconnect
@@ -90,7 +90,11 @@ def fetch_tokenizer(reach: VerifierFactory | None) -> PromptLookup:
     finally:
         disconnect(verifier)
     if tokenizer is None:
-        raise ModelError(f"--edge none: {target.name} came without a tokenizer: give --edge MODEL")
+        raise ModelError(
+            f"--edge none: {target.name} came without a tokenizer: give --edge MODEL, or --edge lookup:TOKENIZER"
+        )
+    if tokenizer.captions_only:
+        raise ModelError(f"--edge none: {target.name} only captions recordings: give --edge MODEL")
     return tokenizer
 
 
