@@ -80,10 +80,11 @@ def check_schema(schema: Schema) -> None:
     parts = SchemaParts(schema)
     has_references = any("$ref" in part for part in parts)
     for part in parts:
+        place = parts.place(part)
         if has_references:
-            _check_references(part, parts.place(part))
-        _check_values(part, parts.place(part))
-        _check_repeated_keys(part, parts.place(part))
+            _check_references(part, place)
+        _check_values(part, place)
+        _check_repeated_keys(part, place)
     infinite = find_infinite(parts)
     if infinite is not None:
         raise GrammarError("no finite value matches it: infinite recursion", parts.place(infinite))
@@ -122,22 +123,28 @@ def _check_references(part: Schema, place: str) -> None:
 
 def _check_values(part: Schema, place: str) -> None:
     """Refuse values that llguidance replaces by others: it rounds large numbers, and drops control characters."""
-    for key, found in (("const", [part.get("const")]), ("enum", list_in(part, "enum"))):
+    for key, reason in _replaced_values(part):
+        raise GrammarError(reason, f"{place}.{key}".lstrip("."))
+
+
+def _replaced_values(part: Schema) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a part whose values are replaced, with the reasons."""
+    for key, found in (("const", part.get("const")), ("enum", list_in(part, "enum"))):
         for value in _scalars(found):
             if isinstance(value, str) and UNWRITABLE.search(value):
-                raise GrammarError("control characters cannot be enforced", f"{place}.{key}".lstrip("."))
+                yield key, "control characters cannot be enforced"
             if isinstance(value, int) and abs(value) > MAX_INTEGER:
-                raise GrammarError("integers beyond ±2^53 cannot be enforced", f"{place}.{key}".lstrip("."))
+                yield key, "integers beyond ±2^53 cannot be enforced"
     for key in BOUNDS:
-        value = part.get(key)
-        if isinstance(value, int | float) and abs(value) > MAX_INTEGER:
-            raise GrammarError("bounds beyond ±2^53 cannot be enforced: leave it out", f"{place}.{key}".lstrip("."))
+        bound = part.get(key)
+        if isinstance(bound, int | float) and abs(bound) > MAX_INTEGER:
+            yield key, "bounds beyond ±2^53 cannot be enforced: leave it out"
     for key, patterns in (
         ("pattern", [part.get("pattern")]),
         ("patternProperties", dict_in(part, "patternProperties")),
     ):
         if any(isinstance(each, str) and UNWRITABLE_IN_PATTERN.search(each) for each in patterns):
-            raise GrammarError("control characters in a pattern cannot be enforced", f"{place}.{key}".lstrip("."))
+            yield key, "control characters in a pattern cannot be enforced"
 
 
 def _scalars(value: Any) -> Iterator[Any]:

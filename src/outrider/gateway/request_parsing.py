@@ -166,8 +166,9 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
     calls = tools.grammar if tools is not None else None
     grammar_fields = find_grammar_fields(request) if tools is None else tools.grammar_fields
     settings = build_settings(request, options, defaults.settings, calls, grammar_fields.get(""))
-    tool_notes = [] if not isinstance(request, ChatRequest) else build_tool_notes(request, tools)
-    tool_notes += check_keywords(request, tools) if isinstance(request, ChatRequest) else []
+    tool_notes: list[str] = []
+    if isinstance(request, ChatRequest):
+        tool_notes = [*build_tool_notes(request, tools), *check_keywords(request, tools)]
     found = build_prompts(request, options, defaults, tools)
     prompts = found.prompts
     n, candidates = count_choices(request)
