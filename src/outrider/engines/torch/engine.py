@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from outrider.engines.torch.attention import (
 )
 from outrider.engines.torch.fused_model import (
     FUSED_PREFILL_CHUNK,
+    OVERLAP_TOKENS,
     FusedModel,
     Media,
     missing_requirement,
@@ -240,6 +242,11 @@ class TorchEngine(Vocabulary, Locked):
     def prefill_chunk(self) -> int:
         """Return the tokens of a long prompt per forward, where others wait or it may be cancelled."""
         return PREFILL_CHUNK if self._runner is None else FUSED_PREFILL_CHUNK
+
+    @property
+    def overlap_tokens(self) -> float:
+        """Return the tokens from which two forwards take about as long as one, while the host does other work."""
+        return math.inf if self._runner is None else OVERLAP_TOKENS
 
     @property
     def samples_on_device(self) -> bool:

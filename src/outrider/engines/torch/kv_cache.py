@@ -44,13 +44,16 @@ class _Buffer:
         self.data = like.new_empty(like.shape[1], layout.total, like.shape[3])
         self.layout = layout
 
-    def move(self, layout: Layout, move: Move) -> None:
-        """Move the entries to another layout."""
-        old = self.data
-        new = old if move.in_place else old.new_empty(old.shape[0], layout.total, old.shape[2])
-        for run in move.runs:
-            new[:, run.target : run.target + run.length] = old[:, run.source : run.source + run.length]
-        self.data, self.layout = new, layout
+    def move(self, layout: Layout, move: Move, sources: Tensor | None) -> None:
+        """Move the entries to another layout. sources: of the move, if it is into a new buffer."""
+        if sources is None:
+            for run in move.runs:
+                self.data[:, run.target : run.target + run.length] = self.data[:, run.source : run.source + run.length]
+        elif move.runs:
+            self.data = self.data.index_select(1, sources)  # one copy: a run of each slot in each buffer are thousands
+        else:
+            self.data = self.data.new_empty(self.data.shape[0], layout.total, self.data.shape[2])
+        self.layout = layout
 
 
 class _Layer(CacheLayerMixin):
@@ -243,12 +246,13 @@ class SlotKVCache(Cache):
     @torch.inference_mode()
     def _move_buffers(self) -> None:
         """Bring all buffers to the present layout."""
-        origin, move = self.layout, Move([], in_place=True)
+        origin, move, sources = self.layout, Move([], in_place=True), None
         for buffer in self._buffers:
             if buffer.layout is not self.layout:
                 if buffer.layout is not origin:
                     origin, move = buffer.layout, Move.between(buffer.layout, self.layout, self._written)
-                buffer.move(self.layout, move)
+                    sources = None if move.in_place else move.sources(self.layout.total).to(buffer.data.device)
+                buffer.move(self.layout, move, sources)
         self._buffer_layout = self.layout
         if not move.in_place:
             self._release_unused()
