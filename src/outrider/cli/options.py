@@ -76,12 +76,16 @@ class Models:
         llama.cpp on the CPU.
     device
         A torch device such as cpu or cuda:0; auto is cuda if it is available.
+    quantization
+        Quantise the weights of the linear layers to int8 when a model is loaded: the edge's and that of local:MODEL.
+        Outputs are then those of the quantised target.
     """
 
     edge: str = "demo"
     cloud: str = "local:demo"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
+    quantization: Literal["int8"] | None = None
 
     @property
     def edge_model(self) -> str | None:
@@ -93,6 +97,11 @@ class Models:
     def uses_lookup(self) -> bool:
         """True if the edge drafts by prompt lookup, alone or together with a model."""
         return self.edge not in ("none", self.edge_model)
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """The keyword arguments of `load_engine`."""
+        return {"dtype": self.dtype, "device": self.device, "quantization": self.quantization}
 
     @property
     def lookup_tokenizer(self) -> str | None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8",)
 BUNDLED = Path(__file__).parent.parent / "demo"
 _BUNDLED_NAMES = {"demo:edge": "edge", "demo:cloud": "cloud"}
 _SHORT_NAMES = {"demo": "demo:edge"}
@@ -42,7 +43,13 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load_engine(
-    model: Any, *, tokenizer: Any = None, extractor: Any = None, dtype: str = "auto", device: str = "auto"
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    extractor: Any = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: str | None = None,
 ) -> TorchEngine | GgufEngine:
     """Load a model and give it KV slots.
 
@@ -55,23 +62,39 @@ def load_engine(
         tokenizer, extractor: instead of the checkpoint's own. A loaded model has none.
         dtype: float32, bfloat16, float16, or auto: float32 on a CPU and the checkpoint's own on a GPU.
         device: a torch device such as cpu or cuda:1, or auto: cuda if available (cpu for a `.gguf` file).
+        quantization: int8 rounds the weights of the language model's linear layers to 8 bits, which makes it another
+            model than the checkpoint's. None: the weights are those of the checkpoint.
 
     Raises:
-        ModelError: the checkpoint does not exist, is unreadable, lacks weights or has a cache that cannot be
-            truncated, or a package that it needs is not installed.
-        SettingsError: an unknown dtype or device, or one for a model that is loaded already.
+        ModelError: the checkpoint does not exist, is unreadable, lacks weights, has layers that cannot be quantised or
+            a cache that cannot be truncated, or a package that it needs is not installed.
+        SettingsError: an unknown dtype, device or quantization, one for a model that is loaded already, or a
+            quantization for a `.gguf` file.
         StateError: this process was forked from one that had loaded a model.
         OutriderError: the disk is full, or no temporary directory is writable.
     """
     if not isinstance(model, (str, Path)):
-        return _wrap_model(model, tokenizer, extractor, dtype, device)
+        return _wrap_model(model, tokenizer, extractor, (dtype, device, quantization))
+    check_quantization(quantization, str(model))
     path = resolve_path(str(model))
     check_process()
     with LOAD_LOCK:
-        return _load(path, full_name(str(model)), tokenizer, extractor, dtype, device)
+        return _load(path, full_name(str(model)), tokenizer, extractor, dtype, device, quantization)
 
 
-def _load(path: str, name: str, tokenizer: Any, extractor: Any, dtype: str, device: str) -> TorchEngine | GgufEngine:
+def check_quantization(quantization: str | None, name: str) -> None:
+    """Raise SettingsError for an unknown quantization, and for a model whose file is quantised already."""
+    if quantization is None:
+        return
+    if quantization not in QUANTIZATIONS:
+        raise SettingsError(f"quantization {quantization!r}: expected {', '.join(QUANTIZATIONS)}, or none")
+    if name.endswith(".gguf"):
+        raise SettingsError(f"quantization {quantization}: {name} has a quantisation of its own; give another file")
+
+
+def _load(
+    path: str, name: str, tokenizer: Any, extractor: Any, dtype: str, device: str, quantization: str | None
+) -> TorchEngine | GgufEngine:
     if path.endswith(".gguf"):
         check_gguf(path, name)
         if dtype == "auto" and device in ("auto", "cpu"):
@@ -85,6 +108,10 @@ def _load(path: str, name: str, tokenizer: Any, extractor: Any, dtype: str, devi
             loaded, own_tokenizer, own_extractor = *_load_dequantised(path, options), None
         else:
             loaded, own_tokenizer, own_extractor = _load_transformers(path, name, options)
+        if quantization is not None:  # before the move: a GPU then needs memory for the quantised weights alone
+            from outrider.engines.torch.quantization import quantize
+
+            quantize(loaded, name)
         return _make_engine(loaded.to(target), tokenizer or own_tokenizer, extractor or own_extractor, name)
 
 
@@ -107,11 +134,13 @@ def map_load_errors(name: str, action: str = "cannot load") -> Iterator[None]:
         raise ModelError(f"{action} {name}: {_describe_error(error)}") from error
 
 
-def _wrap_model(model: Any, tokenizer: Any, extractor: Any, dtype: str, device: str) -> TorchEngine:
+def _wrap_model(model: Any, tokenizer: Any, extractor: Any, options: tuple[str, str, str | None]) -> TorchEngine:
     if not hasattr(model, "config") or not hasattr(model, "forward"):
         raise ModelError(f"a model is a name or a transformers model, not {type(model).__name__}")
-    if (dtype, device) != ("auto", "auto"):
-        raise SettingsError("dtype and device are for models given by name; move a loaded model with its own .to()")
+    if options != ("auto", "auto", None):
+        raise SettingsError(
+            "dtype, device and quantization are for models given by name; move a loaded model with its own .to()"
+        )
     with map_load_errors(type(model).__name__, "cannot decode with"):
         return _make_engine(model, tokenizer, extractor)
 

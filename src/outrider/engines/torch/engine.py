@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +17,7 @@ from outrider.decoding.actions import Proposal
 from outrider.engines.base import Prompt, SequenceInput, check_inputs, plan_kv_budget
 from outrider.engines.checkpoint import TASKS, is_captions_only
 from outrider.engines.locking import Locked, exclusive, get_lock
-from outrider.engines.model_changes import capture_state, find_change
+from outrider.engines.model_changes import capture_state, find_change, hash_weights
 from outrider.engines.prefix_cache import PrefixCache
 from outrider.engines.scheduler import PREFILL_CHUNK
 from outrider.engines.self_test import SelfTest, check_weights, explain_non_finite
@@ -47,6 +46,7 @@ from outrider.engines.torch.model_families import (
     read_max_length,
 )
 from outrider.engines.torch.model_runner import ModelRunner, PendingSamples, split_prefill
+from outrider.engines.torch.quantization import find_quantization
 from outrider.engines.vocabulary import Vocabulary, check_eos_ids, read_eos_ids, warn_if_eos_differs
 from outrider.errors import ModelError, PromptError, StateError
 from outrider.sampling.policy import Policy
@@ -97,6 +97,7 @@ class TorchEngine(Vocabulary, Locked):
         if self.audio is not None and model.device.type == "cuda":
             batch_audio_windows(model, self.audio.tower)
         self.device, self.dtype = model.device, model.dtype
+        self.quantization = find_quantization(model)
         self._cache = SlotKVCache(self._text_config.num_hidden_layers, by_row=self._attends_by_row)
         self._media: dict[int, _SlotAudio] = {}
         self.prefix_cache = PrefixCache()
@@ -129,15 +130,10 @@ class TorchEngine(Vocabulary, Locked):
     def identity(self) -> str:
         """Return a hash of the class and of the parameters' names, shapes and some values.
 
-        Equal wherever the same checkpoint is loaded in the same dtype by the same release of transformers.
+        Equal wherever the same checkpoint is loaded in the same dtype and with the same quantisation by the same
+        release of transformers.
         """
-        digest = hashlib.sha256(type(self.model).__name__.encode())
-        for name, weight in sorted(self.model.named_parameters()):
-            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-            flat = weight.detach().flatten()
-            samples = flat[:: -(-flat.numel() // 64) or 1]  # up to 64 values, spread over the parameter
-            digest.update(samples.float().cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        return hash_weights(self.model)
 
     # Memory -------------------------------------------------------------------------------------------------
 
@@ -327,7 +323,8 @@ class TorchEngine(Vocabulary, Locked):
         if self.device.type != "cuda":
             return None
         decoder, head = self._family.decoder, self.model.get_output_embeddings()
-        reason = missing_requirement(self.device) or unsupported_reason(self.model, decoder, head, self._text_config)
+        reason = f"its weights are {self.quantization}" if self.quantization else missing_requirement(self.device)
+        reason = reason or unsupported_reason(self.model, decoder, head, self._text_config)
         if reason is not None:
             log.warning("%s runs without CUDA graphs, which is slower: %s", self.name, reason)
             return None
