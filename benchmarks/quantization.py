@@ -1,10 +1,10 @@
-"""Weight-only int8 on a CPU: the memory of the weights, and the time of a token and of a verdict.
+"""Weight-only int8, and an fp8 KV cache, on a CPU: memory, and the time of a token and of a verdict.
 
-A random model of Qwen2.5-0.5B's size is measured as it is and quantised, in float32 and bfloat16. Forwards of 1 token
-(plain decoding) and of 6 (a verdict on 5 drafts) follow 200 cached ones, the four models in turn. Printed are medians.
-Last comes one JSON line.
+A random model of Qwen2.5-0.5B's size is measured as it is, with int8 weights, and with an fp8 KV cache, in float32 and
+bfloat16. Forwards of 1 token (plain decoding) and of 6 (a verdict on 5 drafts) follow the cached ones, the models in
+turn, on one thread. Printed are medians of processor time. Last comes one JSON line.
 
-    python -m benchmarks.quantization [--size 0.5B] [--rounds 20]
+    python -m benchmarks.quantization [--size 0.5B] [--cached 200] [--rounds 20]
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from outrider.engines.base import Prompt
 from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.torch.quantization import quantize
 
-CACHED = 200
 COUNTS = (1, 6)
 
 
 def engines(size: str) -> Iterator[tuple[str, TorchEngine]]:
-    """Yield the four engines by name."""
+    """Yield the engines by name."""
     for dtype in ("float32", "bfloat16"):
-        for quantized in (False, True):
-            model = random_model(size, "cpu").to(getattr(torch, dtype))
-            if quantized:
-                quantize(model, size)
-            yield f"{dtype}{', int8' * quantized}", TorchEngine(model)
+        model = random_model(size, "cpu").to(getattr(torch, dtype))
+        yield dtype, TorchEngine(model)
+        yield f"{dtype}, fp8 KV cache", TorchEngine(model, fp8_cache=True)
+        quantized = random_model(size, "cpu").to(getattr(torch, dtype))
+        quantize(quantized, size)
+        yield f"{dtype}, int8", TorchEngine(quantized)
 
 
 def measure(engine: TorchEngine, slot: int, count: int) -> float:
-    """Return the milliseconds of a forward of so many tokens, and roll it back."""
-    started = time.perf_counter()
+    """Return the processor milliseconds of a forward of so many tokens, and roll it back."""
+    cached = engine.kv_len(slot)
+    started = time.process_time()
     engine.forward(slot, list(range(1000, 1000 + count)))
-    elapsed = time.perf_counter() - started
-    engine.truncate(slot, CACHED)
+    elapsed = time.process_time() - started
+    engine.truncate(slot, cached)
     return 1000 * elapsed
 
 
@@ -54,10 +55,12 @@ def weights(model: Any) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="0.5B")
+    parser.add_argument("--cached", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
+    torch.set_num_threads(1)
     found = dict(engines(args.size))
-    prompt = tuple(range(10, 10 + CACHED))
+    prompt = tuple(range(10, 10 + args.cached))
     slots = {name: engine.open(Prompt(prompt)) for name, engine in found.items()}
     for name, engine in found.items():
         engine.forward(slots[name], prompt, 1)
@@ -70,14 +73,15 @@ def main() -> None:
     rows = {
         name: {
             "weights_mb": round(weights(engine.model) / 1e6),
+            "position_bytes": engine.position_bytes,
             **{f"ms_{count}": round(statistics.median(times[name, count]), 1) for count in COUNTS},
         }
         for name, engine in found.items()
     }
     for name, row in rows.items():
-        print(f"{name:16s} {row}")
+        print(f"{name:22s} {row}")
     versions = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    print(json.dumps({"benchmark": "quantization", "size": args.size, "rounds": args.rounds, "rows": rows, **versions}))
+    print(json.dumps({"benchmark": "quantization", **vars(args), "rows": rows, **versions}))
 
 
 if __name__ == "__main__":

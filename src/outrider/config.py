@@ -181,7 +181,7 @@ def _check_logit_bias(pairs: Any) -> None:
 
 @dataclass(frozen=True)
 class ModelId:
-    """A model's name in a file. fingerprint: the hash of its vocabulary. quantization: as `load_engine` takes it."""
+    """A model's name in a file. fingerprint: the hash of its vocabulary. quantization: as in `ModelInfo`."""
 
     name: str
     fingerprint: str

@@ -15,10 +15,20 @@ from outrider.cli.options import Models, Network
 @pytest.mark.parametrize(
     ("models", "expected"),
     [
-        (Models(), ["demo:cloud", "--dtype", "auto", "--device", "auto"]),
+        (Models(), ["demo:cloud", "--dtype", "auto", "--device", "auto", "--kv-cache-dtype", "auto"]),
         (
-            Models(dtype="bfloat16", device="cpu", quantization="int8"),
-            ["demo:cloud", "--dtype", "bfloat16", "--device", "cpu", "--quantization", "int8"],
+            Models(dtype="bfloat16", device="cpu", quantization="int8", kv_cache_dtype="fp8"),
+            [
+                "demo:cloud",
+                "--dtype",
+                "bfloat16",
+                "--device",
+                "cpu",
+                "--quantization",
+                "int8",
+                "--kv-cache-dtype",
+                "fp8",
+            ],
         ),
     ],
 )

@@ -246,6 +246,16 @@ def test_the_fused_path_takes_no_quantized_model() -> None:
     assert reason == "its projections are not plain"
 
 
+def test_a_gpu_runs_a_quantized_model_without_the_fused_path_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fp8 = TorchEngine(tiny_model("qwen2"), fp8_cache=True)
+    for made, reason in ((engine("qwen2"), "it has int8"), (fp8, "it has fp8 KV cache")):
+        monkeypatch.setattr(made, "device", torch.device("cuda"))
+        assert made._make_runner() is None
+        assert caplog.messages[-1].endswith(f"runs without CUDA graphs, which is slower: {reason}")
+
+
 @pytest.mark.parametrize("scheme", ["vllm", "sglang", "grpc"])
 def test_a_cloud_across_a_network_is_not_quantized_from_here(scheme: str) -> None:
     with pytest.raises(SettingsError, match="takes no quantization"):

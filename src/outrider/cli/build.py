@@ -185,18 +185,19 @@ def check_connection(models: Models, network: Connection) -> CloudAddress:
 
 def check_loading(models: Models, target: CloudAddress) -> None:
     """Raise SettingsError if this command loads no model to quantise, or one that cannot be quantised."""
-    from outrider.engines.load import check_quantization
+    from outrider.engines.load_options import LoadOptions
 
-    if models.quantization is None:
-        return
+    options = LoadOptions(**models.load_options)
     names = [name for name in (models.edge_model, target.model if target.kind == "local" else None) if name]
-    if not names:
-        raise SettingsError(
-            f"--quantization {models.quantization}: no model is loaded here. A cloud across a network has its own "
-            "option (outrider cloud --quantization)"
-        )
+    given = {"quantization": models.quantization, "kv-cache-dtype": "fp8" if options.fp8_cache else None}
+    for option, value in given.items():
+        if value is not None and not names:
+            raise SettingsError(
+                f"--{option} {value}: no model is loaded here. A cloud across a network has its own option (outrider "
+                f"cloud --{option})"
+            )
     for name in names:
-        check_quantization(models.quantization, name)
+        options.check_file(name)
 
 
 def check(pair: Pair) -> ResolvedOptions:

@@ -111,6 +111,9 @@ class Operation:
         A torch device such as cpu or cuda:0; auto is cuda if it is available.
     quantization
         Quantise the weights of the linear layers to int8. Outputs are then those of the quantised model.
+    kv_cache_dtype
+        fp8 stores keys and values as float8 (e4m3). Outputs are then those of the model with this KV cache, up to near
+        ties. auto is the model's own type.
     metrics
         HOST:PORT for Prometheus metrics.
     grace
@@ -128,6 +131,7 @@ class Operation:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     quantization: Literal["int8"] | None = None
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     metrics: str | None = None
     grace: float = 30.0
     until_stdin_ends: Annotated[bool, Parameter(negative="")] = False
@@ -146,14 +150,16 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
 
     from outrider.cli.progress import startup_steps
     from outrider.cloud.server import check_bindable
-    from outrider.engines.load import check_quantization, load_engine, resolve_path
+    from outrider.engines.load import load_engine, resolve_path
+    from outrider.engines.load_options import LoadOptions
     from outrider.serving import logs
 
     config = build_config(listen, security, capacity, operation)
     check_bindable(config.host, config.port)  # before the model is loaded
     name = "demo:cloud" if model == "demo" else model
     resolve_path(name)
-    check_quantization(operation.quantization, name)
+    options = {key: getattr(operation, key) for key in ("dtype", "device", "quantization", "kv_cache_dtype")}
+    LoadOptions(**options).check_file(name)
     if operation.until_stdin_ends:
         threading.Thread(target=_end_with_stdin, name="outrider-stdin", daemon=True).start()
     logs.configure("INFO" if operation.verbose else "WARNING", json=operation.log_format == "json", stream=sys.stderr)

@@ -68,8 +68,9 @@ def open_cloud(models: Models, network: Network) -> Iterator[CloudConnection]:
     from outrider.cli.subprocess_cloud import share_cores, supervised_cloud
 
     share_cores()
-    options = {f"--{name}": value for name, value in models.load_options.items() if value is not None}
-    with supervised_cloud(cloud.target.model, *chain.from_iterable(options.items())) as own:
+    given = {name: value for name, value in models.load_options.items() if value is not None}
+    options = chain.from_iterable((f"--{name.replace('_', '-')}", value) for name, value in given.items())
+    with supervised_cloud(cloud.target.model, *options) as own:
         cloud.own = own
         yield cloud
 

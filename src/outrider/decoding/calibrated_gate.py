@@ -40,7 +40,7 @@ class ModelIdentity(Protocol):
 
     @property
     def quantization(self) -> str | None:
-        """The quantisation of its weights since they were loaded, or None."""
+        """The quantisation of its weights and KV cache when it was loaded, or None."""
         ...
 
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 State = dict[str, object]
 
 
-def hash_weights(model: PreTrainedModel) -> str:
-    """Return a hash of the model's class and of its parameters' names, shapes, dtypes and some values."""
-    digest = hashlib.sha256(type(model).__name__.encode())
+def hash_weights(model: PreTrainedModel, quantization: str) -> str:
+    """Return a hash of the model's class, its quantisation, and its parameters' names, shapes and some values."""
+    digest = hashlib.sha256(f"{type(model).__name__}{quantization}".encode())
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         flat = weight.detach().flatten()

@@ -29,8 +29,8 @@ class ModelInfo:
     strings in order of their ids, and is called only when fingerprints differ, because they can be many. decode: turns
     ids into text, special tokens included. special_ids: the tokenizer's special tokens. read_tokenizer: fetches the
     packed files of the tokenizer (`protocol.tokenizer_files`). It is None if the server sends none. captions_only: the
-    checkpoint was trained for recordings alone. quantization: that of the weights since they were loaded, such as
-    "int8", or None if the weights are the checkpoint's or it is unknown.
+    checkpoint was trained for recordings alone. quantization: what loading changed, such as "int8, fp8 KV cache", or
+    None if the model is the checkpoint's, or if this is unknown.
     """
 
     name: str

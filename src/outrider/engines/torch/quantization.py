@@ -49,9 +49,11 @@ def quantize(model: Any, name: str) -> None:
                 setattr(owner, child_name, Int8Linear(child))
 
 
-def find_quantization(model: nn.Module) -> str | None:
-    """Return "int8" for a model that `quantize` changed, else None."""
-    return "int8" if any(isinstance(module, Int8Linear) for module in model.modules()) else None
+def find_quantization(model: nn.Module, *, fp8_cache: bool = False) -> str | None:
+    """Return what makes a model another one than its checkpoint, such as "int8, fp8 KV cache", or None."""
+    weights = any(isinstance(module, Int8Linear) for module in model.modules())
+    found = ["int8"] * weights + ["fp8 KV cache"] * fp8_cache
+    return ", ".join(found) or None
 
 
 def _check_layers(decoder: nn.Module, name: str) -> None:
