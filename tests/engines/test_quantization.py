@@ -233,8 +233,9 @@ def test_a_model_is_quantized_once() -> None:
         quantize(model, "tiny")
 
 
-def test_a_quantized_checkpoint_is_not_quantized_again() -> None:
-    model = fresh("qwen2")
+@pytest.mark.parametrize("family", ["qwen2", "omni"])
+def test_a_quantized_checkpoint_is_not_quantized_again(family: str) -> None:
+    model = fresh(family)
     model.config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(ModelError, match="its checkpoint is quantised already"):
         quantize(model, "tiny")

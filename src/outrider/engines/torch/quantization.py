@@ -42,6 +42,8 @@ def quantize(model: Any, name: str) -> None:
         ModelError: a matrix of the language model belongs to another kind of layer, or was quantised before.
     """
     decoder, head = find_decoder(model), model.get_output_embeddings()
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ModelError(f"{name} cannot be quantised to int8: its checkpoint is quantised already")
     _check_layers(decoder, name)
     for owner in list(decoder.modules()):
         for child_name, child in list(owner.named_children()):
@@ -57,8 +59,6 @@ def find_quantization(model: nn.Module, *, fp8_cache: bool = False) -> str | Non
 
 
 def _check_layers(decoder: nn.Module, name: str) -> None:
-    if getattr(decoder.config, "quantization_config", None) is not None:
-        raise ModelError(f"{name} cannot be quantised to int8: its checkpoint is quantised already")
     for path, layer in decoder.named_modules():
         if type(layer) is nn.Linear or isinstance(layer, nn.Embedding):
             continue
