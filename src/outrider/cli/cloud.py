@@ -167,7 +167,7 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
 
     with startup_steps(quiet=operation.log_format == "json") as step:
         step(f"loading the model {name}")
-        engine = load_engine(name, dtype=operation.dtype, device=operation.device, quantization=operation.quantization)
+        engine = load_engine(name, **options)
         gc.collect()  # free temporary objects of loading, as a server runs for long
         enable_gc()
         step("reserving the KV cache")
