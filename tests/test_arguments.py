@@ -113,7 +113,8 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, tuple[Any, ...]]]] = {
     "load_engine": (
         lambda **given: load_engine(**{"model": "demo:edge", **given}),
         load_engine,
-        {"model": ("", *NOT_NONE), "tokenizer": (), "extractor": (), "dtype": NOT_NONE, "device": NOT_NONE},
+        {"model": ("", *NOT_NONE), "tokenizer": (), "extractor": (), "dtype": NOT_NONE, "device": NOT_NONE,
+         "quantization": ("", "int3", 5, b"x", []), "kv_cache_dtype": ("", "fp4", 5, None, b"x", [])},
     ),
     "prompt_lookup": (
         prompt_lookup,

@@ -363,7 +363,7 @@ class SpeculativeDecoder:
             return "none"
         if isinstance(self.verifier, LocalVerifier):
             return describe_engine(self.verifier.engine)
-        name = self._target.name if self._pair.state.is_complete else "not there"
+        name = self._target.label if self._pair.state.is_complete else "not there"
         options = self.options
         return f"{name}, {options.driver}, on loss {options.on_cloud_loss}, privacy {options.privacy}"
 

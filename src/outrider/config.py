@@ -181,15 +181,17 @@ def _check_logit_bias(pairs: Any) -> None:
 
 @dataclass(frozen=True)
 class ModelId:
-    """A model's name in a file. fingerprint: the hash of its vocabulary."""
+    """A model's name in a file. fingerprint: the hash of its vocabulary. quantization: as in `ModelInfo`."""
 
     name: str
     fingerprint: str
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
-        for key in ("name", "fingerprint"):
+        for key in ("name", "fingerprint", "quantization"):
             value = getattr(self, key)
-            _require_data(isinstance(value, str) and value != "", f"{key} is a text that is not empty, not {value!r}")
+            good = (isinstance(value, str) and value != "") or (value is None and key == "quantization")
+            _require_data(good, f"{key} is a text that is not empty, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ class GateFile:
             _parse_field(f"signals[{n}]", SignalFit, row) for n, row in enumerate(values["signals"])
         )
         for side in ("edge", "cloud"):
-            values[side] = _parse_field(side, ModelId, values[side])
+            values[side] = _parse_model(side, values[side])
         values["settings"] = _parse_settings(values["settings"])
         file = cls(**values)
         _require_data("digest" in value, "digest is missing")
@@ -314,6 +316,11 @@ def _parse_field(where: str, kind: Any, value: Any) -> Any:
         return kind(**_require_keys(kind, value))
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
+
+
+def _parse_model(where: str, value: Any) -> ModelId:
+    """Return a model of a gate file. Files from before there was a quantisation lack that key."""
+    return _parse_field(where, ModelId, {"quantization": None, **value} if isinstance(value, dict) else value)
 
 
 def _parse_settings(value: Any) -> GenerationSettings:

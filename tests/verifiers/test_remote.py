@@ -88,6 +88,17 @@ def test_the_vocabulary_is_not_fetched_where_fingerprints_agree(served: Served) 
         assert cloud.connection.endpoint.down < 600
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_cloud_describes_its_quantization(quantization: str | None) -> None:
+    quantized = engine()
+    quantized.quantization = quantization  # type: ignore[attr-defined]
+    with serving(quantized, max_length=64) as served, connect_remote(served) as cloud:
+        target = cloud.describe()
+        assert target.quantization == quantization
+        assert target.label == (target.name if quantization is None else f"{target.name} (int8)")
+        assert target.label in SpeculativeDecoder(None, cloud).summary()
+
+
 def test_another_protocol_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     async def describe(*_: object) -> schema.DescribeAnswer:
         return schema.DescribeAnswer(protocol=1)

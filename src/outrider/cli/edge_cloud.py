@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from outrider.cli.options import Models, Network
@@ -67,7 +68,9 @@ def open_cloud(models: Models, network: Network) -> Iterator[CloudConnection]:
     from outrider.cli.subprocess_cloud import share_cores, supervised_cloud
 
     share_cores()
-    with supervised_cloud(cloud.target.model, "--dtype", models.dtype, "--device", models.device) as own:
+    given = {name: value for name, value in models.load_options.items() if value is not None}
+    options = chain.from_iterable((f"--{name.replace('_', '-')}", value) for name, value in given.items())
+    with supervised_cloud(cloud.target.model, *options) as own:
         cloud.own = own
         yield cloud
 

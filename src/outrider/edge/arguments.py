@@ -22,8 +22,9 @@ def check_ids(ids: object) -> None:
 
 
 def describe_engine(engine: Any) -> str:
-    """Return a model's name, number format and device."""
-    return f"{engine.name} ({str(engine.dtype).removeprefix('torch.')}, {engine.device})"
+    """Return a model's name, number format, quantisation and device."""
+    kinds = (str(engine.dtype).removeprefix("torch."), getattr(engine, "quantization", None), str(engine.device))
+    return f"{engine.name} ({', '.join(kind for kind in kinds if kind)})"
 
 
 def check_arguments(

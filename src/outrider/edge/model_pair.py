@@ -102,9 +102,9 @@ class ModelPair:
         lazy: bool = False,
     ) -> None:
         self._verifier, self._on_loss, self._find_reader = verifier, on_loss, find_reader
-        sides = () if draft is None else (describe(draft),)
-        if draft is not None and reader is not None and translates:
-            sides = (replace(describe(reader), name=draft.name, max_length=None),)
+        sides: tuple[ModelInfo, ...] = () if draft is None else (describe(draft),)
+        if reader is not None and translates:
+            sides = tuple(_describe_translated(side, reader) for side in sides)
         self._edge = describe(reader) if reader is not None and draft is None else next(iter(sides), None)
         size = sides[0].vocab_size if sides else 0
         self.state = self._edge_only = Handshake(sides, size, size, is_complete=verifier is None)
@@ -184,5 +184,10 @@ class ModelPair:
                 if (reader := self._find_reader(cloud)) is None:
                     raise
                 vocabularies = match_vocabularies(describe(reader), cloud)
-                sides = tuple(replace(describe(reader), name=side.name, max_length=None) for side in sides)
+                sides = tuple(_describe_translated(side, reader) for side in sides)
         self.state = Handshake((*sides, cloud), *vocabularies, is_complete=True)
+
+
+def _describe_translated(drafter: ModelInfo, reader: Engine | PromptLookup) -> ModelInfo:
+    """Return the description of a drafter whose drafts are translated: it reads what the reader encodes."""
+    return replace(describe(reader), name=drafter.name, max_length=None, quantization=drafter.quantization)

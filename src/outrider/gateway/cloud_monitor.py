@@ -111,7 +111,7 @@ class CloudMonitor:
 
     def _attempt(self) -> str | None:
         try:
-            return self._pair.connect(self._cancellation).target.name
+            return self._pair.connect(self._cancellation).target.label
         except CloudLost:
             return None
 

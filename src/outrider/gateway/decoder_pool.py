@@ -19,7 +19,7 @@ from outrider.engines.shared_engine import share
 from outrider.errors import CloudError, SettingsError
 from outrider.netem.conditions import parse_conditions
 from outrider.verifiers.base import Connectable, Verifier, disconnect
-from outrider.verifiers.local import LocalVerifier
+from outrider.verifiers.local import LocalVerifier, describe
 
 Settings = Mapping[str, Any]  # fields of GenerationSettings
 CUT = "cut"
@@ -140,7 +140,7 @@ class DecoderPool:
     @property
     def name(self) -> str:
         """The name of the drafter, or "none"."""
-        return self.engine.name if self._drafts else "none"
+        return describe(self.engine).label if self._drafts else "none"
 
     def pin(self, options: RequestOptions) -> SpeculativeDecoder:
         """Return `decoder(options)`, and never evict it or its verifier."""

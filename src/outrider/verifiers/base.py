@@ -29,7 +29,8 @@ class ModelInfo:
     strings in order of their ids, and is called only when fingerprints differ, because they can be many. decode: turns
     ids into text, special tokens included. special_ids: the tokenizer's special tokens. read_tokenizer: fetches the
     packed files of the tokenizer (`protocol.tokenizer_files`). It is None if the server sends none. captions_only: the
-    checkpoint was trained for recordings alone.
+    checkpoint was trained for recordings alone. quantization: what loading changed, such as "int8, fp8 KV cache", or
+    None if the model is the checkpoint's, or if this is unknown.
     """
 
     name: str
@@ -45,6 +46,12 @@ class ModelInfo:
     special_ids: tuple[int, ...] = field(default=(), repr=False)
     read_tokenizer: Callable[[], bytes] | None = field(default=None, repr=False, compare=False)
     captions_only: bool = False
+    quantization: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Return the name together with the quantisation, for messages."""
+        return self.name if self.quantization is None else f"{self.name} ({self.quantization})"
 
     @property
     def vocabulary(self) -> list[str]:

@@ -158,6 +158,7 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
             read_vocabulary=self._read_vocabulary,
             read_tokenizer=self._read_tokenizer if answer.tokenizer else None,
             captions_only=answer.captions_only,
+            quantization=answer.quantization or None,
         )
 
     async def _vocabulary(self) -> list[str]:
