@@ -111,6 +111,8 @@ class TorchEngine(Vocabulary, Locked):
         self.captions_only = is_captions_only(getattr(model.config, TASKS, None))
         self.max_length = read_max_length(self._text_config)
         self._runner = self._make_runner()
+        self.prefill_chunk = PREFILL_CHUNK if self._runner is None else FUSED_PREFILL_CHUNK  # see engines/scheduler.py
+        self.overlap_tokens = math.inf if self._runner is None else OVERLAP_TOKENS
         self._state = capture_state(model)
         self.noise = self._run_self_test()
         if fp8_cache:  # not before: that test compares with transformers, which has no such cache
@@ -237,16 +239,6 @@ class TorchEngine(Vocabulary, Locked):
         """Run `forward` for several slots at once."""
         counts = [seq_input.logits_to_keep for seq_input in inputs]
         return [rows.float() for rows in torch.split(self._logits(inputs)[: sum(counts)], counts)]
-
-    @property
-    def prefill_chunk(self) -> int:
-        """Return the tokens of a long prompt per forward, where others wait or it may be cancelled."""
-        return PREFILL_CHUNK if self._runner is None else FUSED_PREFILL_CHUNK
-
-    @property
-    def overlap_tokens(self) -> float:
-        """Return the tokens from which two forwards take about as long as one, while the host does other work."""
-        return math.inf if self._runner is None else OVERLAP_TOKENS
 
     @property
     def samples_on_device(self) -> bool:
