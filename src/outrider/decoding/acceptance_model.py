@@ -47,7 +47,7 @@ class AcceptanceModel:
     def __init__(self) -> None:
         self._tokens_seen = 0
         self._claimed = DecayedRate()
-        self._by_source = {source: DecayedRate() for source in DraftSource}
+        self._model, self._lookup = DecayedRate(), DecayedRate()
         self._by_bucket = [DecayedRate() for _ in range(len(BUCKET_EDGES) + 1)]
         self._next_by_bucket = [DecayedRate() for _ in range(len(BUCKET_EDGES) + 1)]
         self._by_match = [DecayedRate() for _ in MATCH_PRIORS]
@@ -62,10 +62,11 @@ class AcceptanceModel:
 
     def _count(self, confidence: Confidence | None, previous: Confidence | None, *, hit: bool) -> None:
         now = self._tokens_seen
-        self._by_source[source_of(confidence)].update(hit, now)
         if isinstance(confidence, MatchLength):
+            self._lookup.update(hit, now)
             self._by_match[confidence.bucket].update(hit, now)
             return
+        self._model.update(hit, now)
         if confidence is not None:
             self._claimed.update(math.exp(-confidence), now)
             self._by_bucket[bucket_of(confidence)].update(hit, now)
@@ -74,7 +75,7 @@ class AcceptanceModel:
 
     def rate_of(self, source: DraftSource) -> float:
         """Return the acceptance rate of all tokens of a source."""
-        return self._estimate(self._by_source[source])
+        return self._estimate(self._model if source is DraftSource.MODEL else self._lookup)
 
     def prefers_lookup(self, match_length: int) -> bool:
         """Return whether a token after a match of this length is at least as likely to be accepted as a model's.
@@ -91,7 +92,7 @@ class AcceptanceModel:
         if isinstance(confidence, MatchLength):
             bucket = confidence.bucket
             return self._by_match[bucket].estimate(MATCH_PRIORS[bucket], PRIOR_WEIGHT, self._tokens_seen)
-        claimed, observed = self._estimate(self._claimed), self.rate_of(DraftSource.MODEL)
+        claimed, observed = self._estimate(self._claimed), self._estimate(self._model)
         power = math.log(observed) / math.log(claimed)  # the prior keeps both inside (0, 1)
         calibrated = math.exp(-confidence * min(power, MAX_CONFIDENCE_POWER))
         return self._by_bucket[bucket_of(confidence)].estimate(calibrated, CONFIDENCE_WEIGHT, self._tokens_seen)

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from itertools import repeat
+from typing import NamedTuple
 
 from outrider.decoding.acceptance_model import AcceptanceModel
 from outrider.decoding.draft_source import Confidence, DraftSource, MatchLength, source_of
@@ -74,9 +74,13 @@ class LinearFit:
 
 
 class LatencyModel:
-    """Seconds of drafting a token, and of a verdict as fixed + slope · block length."""
+    """Seconds of drafting a token, and of a verdict as fixed + slope · block length.
+
+    slope: seconds that one drafted token adds to a verdict.
+    """
 
     def __init__(self) -> None:
+        self.slope = 0.0
         self._verdicts, self._verdict_compute = LinearFit(), LinearFit()
         self._clip_verdict, self._clip_compute = MedianClip(), MedianClip()
         # By source: a lookup is a thousand times as fast as a model's draft.
@@ -91,6 +95,7 @@ class LatencyModel:
         """Count a verdict on `drafts` tokens. compute: the verifier's own seconds, 0 if unknown."""
         self._verdicts.update(drafts, self._clip_verdict(seconds))
         self._verdict_compute.update(drafts, self._clip_compute(compute or seconds))
+        self.slope = self._verdict_compute.slope
 
     @property
     def is_ready(self) -> bool:
@@ -100,11 +105,6 @@ class LatencyModel:
     def draft_seconds(self, source: DraftSource = DraftSource.MODEL) -> float:
         """Return the mean seconds of one drafted token of this source, 0 before the first one."""
         return self._drafts[source].mean_y
-
-    @property
-    def slope(self) -> float:
-        """Seconds that one drafted token adds to a verdict."""
-        return self._verdict_compute.slope
 
     @property
     def compute_fixed(self) -> float:
@@ -144,15 +144,18 @@ class RoundStats:
         return self.count * times.fixed(slope) + times.draft_seconds(source) * self.drafted + slope * self.verified
 
 
-@dataclass(frozen=True)
-class Drafted:
+class Drafted(NamedTuple):
     """The drafts of one source since the last verdict and outside a wait for one: tokens, and their seconds."""
 
     tokens: int = 0
     seconds: float = 0.0
 
-    def __add__(self, other: Drafted) -> Drafted:
-        return Drafted(self.tokens + other.tokens, self.seconds + other.seconds)
+    def plus(self, tokens: int, seconds: float) -> Drafted:
+        """Return these drafts and further ones."""
+        return Drafted(self.tokens + tokens, self.seconds + seconds)
+
+
+NO_DRAFTS = Drafted()
 
 
 class DraftLengthController:
@@ -247,7 +250,7 @@ class DraftLengthController:
         is_hit = sum(each.tokens for each in drafted.values()) < len(sources)
         slope = self.times.slope
         for source in dict.fromkeys(sources):
-            is_first, work = source is sources[0], drafted.get(source, Drafted())
+            is_first, work = source is sources[0], drafted.get(source, NO_DRAFTS)
             verified, tokens = sources.count(source), sources[:accepted].count(source) + is_first
             self._rounds[source, is_hit].update(tokens, work.tokens, verified, count=is_first)
             waited = slope * verified

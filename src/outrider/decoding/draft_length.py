@@ -118,7 +118,10 @@ class AdaptiveDraftLength:
 
     def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
         """Return 1 until the block ends."""
-        return int(any(self._allows(source, drafted, block, unread) for source in self.controller.sources))
+        for source in self.controller.sources:
+            if self._allows(source, drafted, block, unread):
+                return 1
+        return 0
 
     def allows_model(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> bool:
         """Return whether a token of the model is expected to save time."""
@@ -129,11 +132,11 @@ class AdaptiveDraftLength:
 
     def _allows(self, source: DraftSource, drafted: int, block: Seq[Confidence], unread: int) -> bool:
         """Return whether the next token may be one of this source."""
+        if not drafted:
+            return self._may_begin(source, unread)
         is_used = source in map(source_of, block) or (source is DraftSource.MODEL and drafted > len(block))
         if not is_used and not self._may_begin(source, unread):
             return False
-        if not drafted:
-            return True
         if source not in self.controller.token_costs:
             return self.fallback.tokens_to_draft(drafted, block) > 0
         return drafted < MAX_K and self.controller.should_continue(drafted, block, source)

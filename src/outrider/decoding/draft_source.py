@@ -15,6 +15,8 @@ class DraftSource(Enum):
     MODEL = "model"
     LOOKUP = "lookup"  # prompt lookup
 
+    __hash__ = object.__hash__  # that of Enum is computed in Python at each use as a key
+
 
 @dataclass(frozen=True)
 class MatchLength:

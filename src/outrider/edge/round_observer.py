@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 
 from outrider.decoding.acceptance_model import AcceptanceModel
 from outrider.decoding.actions import Proposal
-from outrider.decoding.adaptive_draft_length import Drafted, DraftLengthController
+from outrider.decoding.adaptive_draft_length import NO_DRAFTS, Drafted, DraftLengthController
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.draft_source import Confidence, DraftSource
 from outrider.sampling.acceptance import Verdict
@@ -69,16 +69,18 @@ class RoundObserver:
                 self._controller.switch.read(unread, reading)
                 seconds -= reading
             elif source in self._known_sources:
-                self._record_times(self._controller, source, Drafted(len(proposals), seconds))
+                self._record_times(self._controller, source, len(proposals), seconds)
         self._known_sources.add(source)
         self._has_drafted = True
-        self._drafted[source] = self._drafted.get(source, Drafted()) + Drafted(len(proposals), seconds)
+        self._drafted[source] = self._drafted.get(source, NO_DRAFTS).plus(len(proposals), seconds)
 
-    def _record_times(self, controller: DraftLengthController, source: DraftSource, drafted: Drafted) -> None:
+    def _record_times(
+        self, controller: DraftLengthController, source: DraftSource, tokens: int, seconds: float
+    ) -> None:
         if self._in_bursts:
-            self._bursts[source] = self._bursts.get(source, Drafted()) + drafted
+            self._bursts[source] = self._bursts.get(source, NO_DRAFTS).plus(tokens, seconds)
         else:
-            controller.drafted(drafted.tokens, drafted.seconds, source)
+            controller.drafted(tokens, seconds, source)
 
     def _record_vain_draft(self, controller: DraftLengthController, seconds: float, *, lookup_only: bool) -> None:
         """Report a draft without proposals. The first one of the generation is a prefill."""
