@@ -14,8 +14,8 @@ few rounds when the text becomes predictable.
 
 Prompt lookup and a draft model have one account each, and share EXPLORATION. The time of one source is plain decoding
 to the other. With the throughput λ of all rounds, a drafted token is worth 1/λ ≤ t_p, and a round gains
-(E − 1)/λ + t_p − t, since one of its tokens is a plain one. A source thus drafts only if that increases λ. See
-docs/design/maths.md, "Plain decoding within --k auto".
+(E − 1)/λ + t_p − t, since one of its tokens is a plain one. A source thus drafts only if that increases λ.
+docs/design/maths.md derives this in its section on plain decoding.
 
 While speculation is faster, a few plain tokens are decoded now and then to keep t_p current.
 
