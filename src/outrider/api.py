@@ -16,9 +16,10 @@ from outrider.aio import run_in_executor
 from outrider.batch import Batch, as_batch, check_results, run_batch, share_engines
 from outrider.chat import Conversation as Conversation
 from outrider.config import DEFAULT_K, DriverName, OnCloudLoss, OnLoop, Privacy, Scope, check_type, is_integer
-from outrider.decoding.adaptive_draft_length import AcceptanceModel
+from outrider.decoding.acceptance_model import AcceptanceModel
 from outrider.decoding.detokenizer import Tokenizer
 from outrider.decoding.draft_length import parse_draft_length
+from outrider.decoding.draft_source import DraftSource
 from outrider.decoding.events import StreamEvent as StreamEvent
 from outrider.decoding.gate import Gate
 from outrider.decoding.loop_detection import DEFAULT_LOOP_RULE
@@ -131,7 +132,9 @@ class SpeculativeDecoder:
         self._model, self.draft, self.lookup, self.verifier, self._watch = model, draft, lookup, verifier, watch
         self._reader = PromptReader(model, lookup, verifier, reader, lambda: self._target)
         self._reader.check_accept(accept, needs_q=self.options.acceptance_rule.needs_q)
-        self.draft_length = parse_draft_length(k) if draft is not None else None
+        sides = {DraftSource.MODEL: model, DraftSource.LOOKUP: lookup}
+        sources = [source for source, side in sides.items() if side is not None]
+        self.draft_length = parse_draft_length(k, sources) if sources else None
         controller = None if self.draft_length is None else self.draft_length.controller
         self._acceptance = AcceptanceModel() if controller is None else controller.acceptance
         self._guarantees, self._lock = GuaranteeTracker(self.options.gate), threading.Lock()

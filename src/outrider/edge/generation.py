@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.config import GenerationSettings
+from outrider.decoding.acceptance_model import AcceptanceModel
 from outrider.decoding.actions import Plan
-from outrider.decoding.adaptive_draft_length import AcceptanceModel
 from outrider.decoding.calibrated_gate import Calibrated
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.detokenizer import Tokenizer, get_detokenizer
@@ -256,7 +256,9 @@ class Generation:
             model = self._open_translated(context.draft, context.codecs, policy, per_token=per_token)
         if lookup is None:
             return model
-        return CombinedDrafter(model, lookup, context.acceptance, per_token=per_token)
+        controller = context.draft_length.controller
+        prefers_lookup = context.acceptance.prefers_lookup if controller is None else controller.prefers_lookup
+        return CombinedDrafter(model, lookup, prefers_lookup, per_token=per_token)
 
     def _open_model(self, engine: Engine, prompt: Prompt, policy: Policy, *, needs_q: bool) -> Drafter:
         context = self._context
