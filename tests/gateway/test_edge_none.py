@@ -20,6 +20,7 @@ from tests.support import tool_templates
 from tests.support.cloud_server import Served, serving
 from tests.support.gateway_pair import demo_cloud
 from tests.support.gateway_process import audio_request, running_gateway
+from tests.support.processes import wait_until
 from tests.support.tiny_models import byte_tokenizer, tiny_engine
 
 EOS = 3
@@ -113,6 +114,24 @@ def test_completions_and_tokenize_need_no_edge_model(client: openai.OpenAI, url:
     assert (overview["edge"], overview["drafter"]) == ("none", "none")
     assert overview["cloud"].startswith(engine.name)
     assert overview["defaults"]["way"] == "cloud-only"
+
+
+@pytest.mark.network
+def test_health_reports_another_model_in_the_cloud(
+    client: openai.OpenAI, url: str, served: Served, engine: Any
+) -> None:
+    create(client)
+    for other, status in ((tiny_engine("qwen2", 4, vocab=300), "degraded"), (engine, "ok")):
+        served.service.engine = other
+        served.restart()
+        health = wait_until(
+            lambda status=status: (found := httpx2.get(f"{url}/health").json())["status"] == status and found
+        )
+        assert ("another model" in str(health["reason"])) == (status == "degraded")
+        if status == "degraded":
+            with pytest.raises(openai.InternalServerError):
+                create(client)
+    create(client)
 
 
 @pytest.mark.network

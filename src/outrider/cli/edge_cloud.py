@@ -100,7 +100,7 @@ def fetch_tokenizer(reach: VerifierFactory | None) -> PromptLookup:
 
 @dataclass(frozen=True)
 class CloudState:
-    """The current state of the cloud. trouble: the reason if it is unreachable, else None.
+    """The current state of the cloud. trouble: the reason if it cannot be used, else None.
 
     tokenizer: the cloud's, if it was given by name or sent at the start.
     """

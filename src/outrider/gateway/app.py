@@ -61,7 +61,7 @@ class GatewayInfo:
     """The gateway's description at `/v1/outrider`.
 
     overview: the fields of `response_schema.Overview`. cloud: returns the cloud's name, which may be known later than
-    the rest. trouble: returns the reason while the cloud is unreachable, else None.
+    the rest. trouble: returns the reason while the cloud cannot be used, else None.
     """
 
     overview: JsonObject

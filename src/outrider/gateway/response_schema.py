@@ -303,7 +303,7 @@ class Cut(Reply):
 
 
 class Health(Reply):
-    """The gateway's state. status: degraded while the cloud is unreachable, with the reason."""
+    """The gateway's state. status: degraded while the cloud cannot be used, with the reason."""
 
     status: Literal["ok", "degraded"]
     reason: str | None
