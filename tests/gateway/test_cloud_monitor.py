@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,6 +125,25 @@ def test_a_cloud_that_does_not_fit_may_be_replaced_by_one_that_does() -> None:
 def replace_engine(served: Served, engine: ScriptedEngine) -> None:
     served.service.engine = engine
     served.restart()
+
+
+class Bounded(Late):
+    """A verifier with a window of 64 positions."""
+
+    def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
+        return replace(super().describe(edge), max_length=64)
+
+
+@pytest.mark.parametrize(("edge", "both"), [(32, 32), (64, 64), (128, 64), (None, 64)])
+def test_the_window_is_the_smaller_one_once_the_cloud_is_known(edge: int | None, both: int) -> None:
+    drafter = engine()
+    drafter.max_length = edge
+    with closing(CloudMonitor(drafter, Bounded(2))) as monitor:
+        assert not monitor.wait(SOON)
+        assert monitor.max_length == edge
+    with closing(CloudMonitor(drafter, Bounded(1))) as monitor:
+        assert monitor.wait(SOON)
+        assert monitor.max_length == both
 
 
 @pytest.mark.network

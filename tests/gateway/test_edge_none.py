@@ -108,8 +108,9 @@ def test_completions_and_tokenize_need_no_edge_model(client: openai.OpenAI, url:
     reply: Any = client.completions.create(model="outrider", prompt="Hello", max_tokens=LENGTH, logprobs=1)
     assert reply.choices[0].text == result.text
     assert len(reply.choices[0].logprobs.tokens) == len(result.token_ids)
-    tokens = httpx2.post(f"{url}/tokenize", json={"messages": MESSAGES}).json()["tokens"]
-    assert tokens == list(encode(engine, MESSAGES).ids)
+    tokenized = httpx2.post(f"{url}/tokenize", json={"messages": MESSAGES}).json()
+    assert tokenized["tokens"] == list(encode(engine, MESSAGES).ids)
+    assert tokenized["max_model_len"] == 512
     overview = httpx2.get(f"{url}/v1/outrider").json()
     assert (overview["edge"], overview["drafter"]) == ("none", "none")
     assert overview["cloud"].startswith(engine.name)

@@ -50,6 +50,11 @@ class Handshake:
         """The model that defines the output."""
         return self.models[-1]
 
+    @property
+    def max_length(self) -> int | None:
+        """The most positions of prompt and output together that all models hold, None without a limit."""
+        return min((side.max_length for side in self.models if side.max_length is not None), default=None)
+
     def check(self, prompt: Prompt, settings: GenerationSettings) -> None:
         """Check that all models can read the prompt and hold the output.
 

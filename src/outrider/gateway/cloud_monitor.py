@@ -62,6 +62,11 @@ class CloudMonitor:
         self._thread = threading.Thread(target=self._monitor, name="outrider-meeting", daemon=True)
         self._thread.start()
 
+    @property
+    def max_length(self) -> int | None:
+        """The most positions of prompt and output that edge and cloud hold, as far as known. None without a limit."""
+        return self._pair.state.max_length
+
     def wait(self, seconds: float) -> bool:
         """Wait for the end of the first attempt, and return whether the handshake has succeeded.
 

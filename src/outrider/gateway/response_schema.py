@@ -266,7 +266,7 @@ class Transcription(Reply):
 
 
 class Tokens(Reply):
-    """The answer of `POST /tokenize`. max_model_len: the model's window, null if unlimited."""
+    """The answer of `POST /tokenize`. max_model_len: the models' window, null if unlimited."""
 
     count: int
     max_model_len: int | None
