@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -82,7 +82,7 @@ def build_overview(
         "edge": defaults.edge,
         "cloud": cloud,
         "drafter": drafter,
-        "defaults": asdict(defaults.options),
+        "defaults": defaults.options.applicable(),
         "settings": dict(defaults.settings),
         "audio": bool(defaults.audio_seconds),
         "text": defaults.text,

@@ -316,8 +316,9 @@ class Overview(Reply):
     """The gateway's description. text: False for a model that only takes recordings.
 
     drafter: the source of drafts, "none" if the cloud decodes alone. Prompt lookup alone cannot generate without the
-    cloud, and prompt lookup supports no gate, with or without a model. defaults: those of the `outrider` field.
-    networks: whether requests may set outrider.net. cut: whether they may set it to `cut`.
+    cloud, and prompt lookup supports no gate, with or without a model. defaults: those of the `outrider` field, without
+    the options that a gateway without an edge model or a cloud does not use. networks: whether requests may set
+    outrider.net. cut: whether they may set it to `cut`.
     """
 
     edge: str

@@ -163,6 +163,7 @@ export function refresh() {
 }
 
 function speculationReason(together) {
+  if (!canTogether()) return "These are about edge and cloud together, which this gateway cannot run.";
   if (!together) return "These are about edge and cloud together: choose Together to use them.";
   return can.gates ? "" : "This gateway uses prompt lookup, which has no confidence for a gate: every block is verified.";
 }
