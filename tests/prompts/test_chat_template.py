@@ -209,7 +209,7 @@ OWN_ROLES = (
 def test_a_template_may_have_roles_of_its_own(test: str) -> None:
     made = model(chat_templates.CHATML.replace("{{- '<|im_start|>'", test + "{{- '<|im_start|>'", 1))
     assert encode(made, [*chat("Hello", "Hi"), {"role": "ipython", "content": "5"}]).ids
-    with pytest.raises(PromptError, match="the role 'x': expected one of system, .*, tool, ipython$"):
+    with pytest.raises(PromptError, match=r"the role 'x': expected one of system, .*, tool, ipython$"):
         encode(made, [{"role": "x", "content": "5"}])
 
 
