@@ -15,7 +15,7 @@ from outrider.aio import AsyncStream as AsyncStream
 from outrider.aio import run_in_executor
 from outrider.batch import Batch, as_batch, check_results, run_batch, share_engines
 from outrider.chat import Conversation as Conversation
-from outrider.config import DEFAULT_K, DriverName, OnCloudLoss, OnLoop, Privacy, Scope, check_type, is_integer
+from outrider.config import DEFAULT_K, DriverName, OnCloudLoss, OnLoop, Privacy, Scope, check_type
 from outrider.decoding.acceptance_model import AcceptanceModel
 from outrider.decoding.detokenizer import Tokenizer
 from outrider.decoding.draft_length import parse_draft_length
@@ -25,7 +25,7 @@ from outrider.decoding.gate import Gate
 from outrider.decoding.loop_detection import DEFAULT_LOOP_RULE
 from outrider.decoding.options import DecodingOptions
 from outrider.decoding.result import GuaranteeTracker, Result
-from outrider.edge.arguments import build_settings, check_arguments, check_ids, describe_engine
+from outrider.edge.arguments import build_settings, check_arguments, describe_engine, read_ids
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.generation import Generation, GenerationContext
 from outrider.edge.model_pair import ModelPair
@@ -35,6 +35,7 @@ from outrider.edge.verifier_session import PipelinedVerifier
 from outrider.engines.base import Engine, Prompt
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import PromptError, SettingsError
+from outrider.numeric import as_integer, is_integer
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike
 from outrider.prompts.chat_template import Messages
@@ -109,6 +110,7 @@ class SpeculativeDecoder:
         slots: int = 8,
     ) -> None:
         check_arguments(draft, verifier, lookup, reader, watch=watch, lazy=lazy)
+        k, slots = as_integer(k), as_integer(slots)
         if not is_integer(slots) or slots < 1:
             raise SettingsError(f"slots is a whole number, 1 or more, not {slots!r}")
         options = DecodingOptions(
@@ -316,8 +318,7 @@ class SpeculativeDecoder:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids without special tokens, empty if there is no tokenizer."""
-        check_ids(ids)
-        return self._context().decode(ids)
+        return self._context().decode(read_ids(ids))
 
     @property
     def tokenizer(self) -> Tokenizer | None:

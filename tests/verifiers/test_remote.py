@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -186,6 +187,21 @@ def test_another_checkpoint_behind_the_address_is_refused_and_never_mixed_in(ser
         served.restart()
         with pytest.raises(CloudRefused, match="another model"):
             cloud.verify(session, Verify(2, 8, (), (1,)))
+
+
+def test_a_session_of_an_earlier_handshake_is_not_opened_on_another_vocabulary(served: Served) -> None:
+    with connect_remote(served) as cloud:
+        first = cloud.describe()
+        cloud.forget_model()
+        served.server.service.engine = ScriptedEngine(HashRows(2, 300), 300)
+        served.restart()
+        second = cloud.describe()
+        assert second.fingerprint != first.fingerprint
+        with pytest.raises(VocabularyMismatch, match="another vocabulary than the edge compared with"):
+            cloud.open(Prompt(PROMPT), replace(conditions(), fingerprint=first.fingerprint))
+        cloud.open(Prompt(PROMPT), replace(conditions(), fingerprint=second.fingerprint))
+        cloud.forget_model()
+        assert cloud.describe() is second, "a model with sessions is not forgotten"
 
 
 @pytest.mark.parametrize("theirs", [[], ["word0", "word1"]])

@@ -103,12 +103,14 @@ def fetch_tokenizer(reach: VerifierFactory | None) -> PromptLookup:
 
 @dataclass(frozen=True)
 class CloudState:
-    """The current state of the cloud. trouble: the reason if it is unreachable, else None.
+    """The current state of the cloud. trouble: the reason if it cannot be used, else None.
 
+    max_length: the most positions of prompt and output that edge and cloud hold, as far as known, None without a limit.
     tokenizer: the cloud's, if it was given by name or sent at the start.
     """
 
     name: Callable[[], str]
+    max_length: Callable[[], int | None]
     trouble: Callable[[], str | None] = lambda: None
     tokenizer: PromptLookup | None = None
 
@@ -127,7 +129,7 @@ def wait_for_cloud(
     from outrider.gateway.cloud_monitor import CloudMonitor
 
     if reach is None:
-        yield CloudState(lambda: "none")
+        yield CloudState(lambda: "none", lambda: engine.max_length)
         return
     with closing(CloudMonitor(engine, reach("none"), cloud.hosts, target_tokenizer=tokenizer)) as monitor:
         if not monitor.wait(CLOUD_TIMEOUT_S):
@@ -135,6 +137,7 @@ def wait_for_cloud(
         own = cloud.own
         yield CloudState(
             lambda: monitor.name,
+            lambda: monitor.max_length,
             lambda: (own.trouble if own is not None else None) or monitor.trouble,
             monitor.target_tokenizer,
         )

@@ -303,7 +303,8 @@ class Generation:
             return None
         prompt = self._redacted_prompt()
         vocabulary, hides_audio = self._handshake.target_vocabulary, context.hides_audio(self.prompt)
-        params = SessionParams(self._settings, options.accept, vocabulary, hides_audio, self._grammar)
+        fingerprint = self._handshake.target.fingerprint
+        params = SessionParams(self._settings, options.accept, vocabulary, hides_audio, self._grammar, fingerprint)
         return VerifierSession(
             context.verifier, lambda verifier: verifier.open(prompt, params), options.on_cloud_loss, self._cancellation
         )

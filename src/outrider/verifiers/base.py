@@ -65,7 +65,7 @@ class SessionParams:
 
     vocab_size: number of ids that the target may emit. hides_audio: the prompt has a recording that the edge does not
     send to the verifier (`--privacy tokens`). grammar: that of the settings, compiled for the edge's vocabulary, for
-    verifiers without a tokenizer.
+    verifiers without a tokenizer. fingerprint: of the target's vocabulary at the handshake, or empty.
     """
 
     settings: GenerationSettings
@@ -73,6 +73,7 @@ class SessionParams:
     vocab_size: int
     hides_audio: bool = False
     grammar: CompiledGrammar | None = None
+    fingerprint: str = ""
 
 
 class Verifier(Protocol):
@@ -110,10 +111,10 @@ class Connectable(Protocol):
     """A verifier behind a network connection, which may be unreachable."""
 
     def probe(self) -> None:
-        """Check the connection.
+        """Check the connection, and that the server still has the model that it had at first.
 
         Raises:
-            CloudError: the server is unreachable or cannot verify.
+            CloudError: the server is unreachable, cannot verify, or serves another model.
         """
         ...
 
@@ -155,6 +156,10 @@ class RemoteSessions(SessionTable[S], ABC):
     @abstractmethod
     def disconnect(self) -> None:
         """Close all sessions and the connection."""
+
+    @abstractmethod
+    def forget_model(self) -> None:
+        """Forget a model that does not fit the drafter. The server may have another one at the next handshake."""
 
     @abstractmethod
     def submit(self, session: int, request: Verify) -> Future[Verdict]:
