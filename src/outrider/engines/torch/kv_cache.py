@@ -46,14 +46,14 @@ class _Buffer:
         self.layout = layout
 
     def move(self, layout: Layout, move: Move, sources: Tensor | None) -> None:
-        """Move the entries to another layout. sources: of the move, if it is into a new buffer."""
-        if sources is None:
-            for run in move.runs:
-                self.data[:, run.target : run.target + run.length] = self.data[:, run.source : run.source + run.length]
-        elif move.runs:
-            self.data = self.data.index_select(1, sources)  # one copy: a run of each slot in each buffer are thousands
+        """Move the entries to another layout. sources: of the move, for a copy in one piece."""
+        old = self.data
+        if sources is not None:
+            self.data = old.index_select(1, sources)
         else:
-            self.data = self.data.new_empty(self.data.shape[0], layout.total, self.data.shape[2])
+            self.data = old if move.in_place else old.new_empty(old.shape[0], layout.total, old.shape[2])
+            for run in move.runs:
+                self.data[:, run.target : run.target + run.length] = old[:, run.source : run.source + run.length]
         self.layout = layout
 
 
@@ -264,7 +264,8 @@ class SlotKVCache(Cache):
             if buffer.layout is not self.layout:
                 if buffer.layout is not origin:
                     origin, move = buffer.layout, Move.between(buffer.layout, self.layout, self._written)
-                    sources = None if move.in_place else move.sources(self.layout.total).to(buffer.data.device)
+                    is_scattered = not move.in_place and len(move.runs) > 1  # a run per session, in every buffer
+                    sources = move.sources(self.layout.total).to(buffer.data.device) if is_scattered else None
                 buffer.move(self.layout, move, sources)
         self._buffer_layout = self.layout
         if not move.in_place:
