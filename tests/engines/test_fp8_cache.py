@@ -197,7 +197,7 @@ def test_a_gguf_file_in_llama_cpp_has_none() -> None:
 
 
 def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(SettingsError, match="kv_cache_dtype 'fp4': expected auto or fp8"):
+    with pytest.raises(SettingsError, match="kv_cache_dtype 'fp4': expected one of auto, fp8"):
         load_engine("demo:edge", kv_cache_dtype="fp4")
 
 

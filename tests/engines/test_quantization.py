@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,6 +20,7 @@ from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.torch.fused_model import unsupported_reason
 from outrider.engines.torch.quantization import Int8Linear, find_quantization, quantize
 from outrider.evals.context import describe_engine
+from outrider.evals.store import difference
 from outrider.verifiers.local import describe
 from tests.support.tiny_models import (
     clip,
@@ -171,6 +173,7 @@ def test_a_quantized_model_is_another_model(checkpoint: str) -> None:
     assert (describe(plain).quantization, describe(one).quantization) == (None, "int8")
     assert describe(one).label == f"{checkpoint} (int8)"
     assert describe_engine(one) == {**describe_engine(plain), "identity": one.identity, "quantization": "int8"}
+    assert difference(describe_engine(plain), describe_engine(one)) == ("quantization", None, "int8"), "before its hash"
     assert sum(p.nbytes for p in one.model.parameters()) < sum(p.nbytes for p in plain.model.parameters())
     assert "(float32, int8, cpu)" in SpeculativeDecoder(plain, local(one)).summary()
 
@@ -192,7 +195,7 @@ def test_a_checkpoint_is_quantized_as_its_model_is(checkpoint: str, dtype: str) 
 @pytest.mark.parametrize(
     ("model", "quantization", "named"),
     [
-        ("demo:edge", "int4", "quantization 'int4': expected int8"),
+        ("demo:edge", "int4", "quantization 'int4': expected one of None, int8"),
         ("demo:edge", "", "quantization ''"),
         ("some.gguf", "int8", "some.gguf has a quantisation of its own"),
     ],
@@ -200,6 +203,13 @@ def test_a_checkpoint_is_quantized_as_its_model_is(checkpoint: str, dtype: str) 
 def test_what_cannot_be_quantized_is_refused_before_it_is_looked_for(model: str, quantization: str, named: str) -> None:
     with pytest.raises(SettingsError, match=named):
         load_engine(model, quantization=quantization)
+
+
+@pytest.mark.parametrize("option", ["dtype", "device", "quantization", "kv_cache_dtype"])
+@pytest.mark.parametrize("value", [np.array(["int8", "fp8"]), torch.zeros(2), ["auto"], 8, torch.int8])
+def test_an_option_of_loading_of_another_type_is_refused_by_name(option: str, value: Any) -> None:
+    with pytest.raises(SettingsError, match=f"^{option} .*expected"):
+        load_engine("demo:edge", **{option: value})
 
 
 def test_a_loaded_model_is_not_quantized_behind_the_caller_s_back() -> None:

@@ -61,7 +61,7 @@ def test_traces_of_another_pair_or_other_settings_are_refused(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     file = folder(tmp_path, about()) / "traces.jsonl"
-    with pytest.raises(SettingsError, match=rf"run\.json: configuration\.{said} was asked for"):
+    with pytest.raises(SettingsError, match=rf"run\.json: configuration\.{said} here"):
         calibrated(file, **changes)
     assert not (tmp_path / "gate.json").exists()
 
@@ -84,7 +84,7 @@ def test_sampled_traces_share_the_noise_of_their_seed(tmp_path: Path) -> None:
     generation = about()["configuration"]["generation"] | {"temperature": 0.8}
     file = folder(tmp_path, about(generation=generation)) / "traces.jsonl"
     sampled = GenerationSettings(stop=("。",), temperature=0.8, seed=9)
-    with pytest.raises(SettingsError, match=r"configuration\.generation\.seed is 4 .* and 9 was asked for"):
+    with pytest.raises(SettingsError, match=r"configuration\.generation\.seed is 4 .* and 9 here"):
         calibrated(file, settings=sampled)
     assert calibrated(file, settings=replace(sampled, seed=4)) == 0
 

@@ -182,6 +182,21 @@ def test_what_is_no_conversation_is_refused(messages: Any) -> None:
         encode(model(chat_templates.CHATML.replace("m.content", "m.content | string")), messages)
 
 
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"content": "x"}, "it has no role"),
+        ({"role": None, "content": "x"}, "it has no role"),
+        ({"role": 5, "content": "x"}, "the role 5 is not a text"),
+        ({"role": True, "content": "x"}, "the role True is not a text"),
+        ({"role": ["user"], "content": "x"}, r"the role \['user'\] is not a text"),
+    ],
+)
+def test_a_role_that_is_not_a_text_is_named(message: dict[str, Any], reason: str) -> None:
+    with pytest.raises(PromptError, match=f"messages.1: {reason}"):
+        encode(model(chat_templates.CHATML), [*chat("Hello"), message])
+
+
 @pytest.mark.parametrize("role", ["x", "User", "users", "", "m", "ipython", "role"])
 @pytest.mark.parametrize("at", [0, 1])
 def test_an_unknown_role_is_refused_with_the_known_ones(role: str, at: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import socket
 import subprocess
 import sys
@@ -187,6 +188,34 @@ def test_another_checkpoint_behind_the_address_is_refused_and_never_mixed_in(ser
         served.restart()
         with pytest.raises(CloudRefused, match="another model"):
             cloud.verify(session, Verify(2, 8, (), (1,)))
+
+
+@pytest.mark.parametrize(("first", "now"), [("int8", None), (None, "int8"), ("int8", "int8, fp8 KV cache")])
+def test_another_quantization_behind_the_address_is_named(served: Served, first: str | None, now: str | None) -> None:
+    class Quantized(ScriptedEngine):
+        quantization: str | None = None
+
+        @property
+        def identity(self) -> str:
+            return f"weights {self.quantization}"
+
+    def serve(quantization: str | None) -> str:
+        engine = Quantized(TARGET, V)
+        engine.quantization = quantization
+        served.server.service.engine = engine
+        served.restart()
+        return engine.name if quantization is None else f"{engine.name} ({quantization})"
+
+    serve(first)
+    with connect_remote(served) as cloud:
+        then = cloud.describe().label
+        session = cloud.open(Prompt(PROMPT), conditions())
+        label = serve(now)
+        with pytest.raises(CloudRefused) as error:
+            cloud.probe()
+        assert f"another model than at the handshake: {label} now, {then} then" in str(error.value)
+        with pytest.raises(CloudRefused, match=re.escape(f"{label} is another model")):
+            cloud.verify(session, Verify(1, 5, (), (1,)))
 
 
 def test_a_session_of_an_earlier_handshake_is_not_opened_on_another_vocabulary(served: Served) -> None:

@@ -17,7 +17,7 @@ class LoadOptions:
     """The options of `load_engine` (load.py).
 
     Raises:
-        SettingsError: an unknown quantization or format of the KV cache.
+        SettingsError: an unknown dtype, quantization or format of the KV cache.
     """
 
     dtype: str = "auto"
@@ -26,10 +26,10 @@ class LoadOptions:
     kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.quantization not in QUANTIZATIONS:
-            raise SettingsError(f"quantization {self.quantization!r}: expected int8, or none")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise SettingsError(f"kv_cache_dtype {self.kv_cache_dtype!r}: expected {' or '.join(KV_CACHE_DTYPES)}")
+        object.__setattr__(self, "device", str(self.device))  # also of a torch.device
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("quantization", self.quantization, QUANTIZATIONS)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
 
     @property
     def fp8_cache(self) -> bool:
@@ -79,15 +79,14 @@ class LoadOptions:
         return device
 
     def resolve_dtype(self, device: Any) -> Any:
-        """Return the torch dtype of the weights on a device, or "auto" for the checkpoint's own.
-
-        Raises:
-            SettingsError: an unknown dtype.
-        """
+        """Return the torch dtype of the weights on a device, or "auto" for the checkpoint's own."""
         import torch
 
-        if self.dtype not in DTYPES:
-            raise SettingsError(f"dtype {self.dtype!r}: expected one of {', '.join(DTYPES)}")
         if self.dtype == "auto":
             return torch.float32 if device.type == "cpu" else "auto"
         return getattr(torch, self.dtype)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
+    if not (value is None or isinstance(value, str)) or value not in choices:  # an array has no truth value
+        raise SettingsError(f"{name} {value!r}: expected one of {', '.join(map(str, choices))}")

@@ -199,11 +199,11 @@ def describe_engine(engine: Engine) -> Row:
     """Describe an engine: identity of its weights and vocabulary, dtype, quantisation and device."""
     return {
         "name": engine.name,
-        "identity": getattr(engine, "identity", None),
         "vocabulary": engine.fingerprint,
         "dtype": str(getattr(engine, "dtype", "")).removeprefix("torch."),
         "quantization": getattr(engine, "quantization", None),
         "device": str(getattr(engine, "device", "")),
+        "identity": getattr(engine, "identity", None),  # last, because messages name the first difference
     }
 
 

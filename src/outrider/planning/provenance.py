@@ -33,8 +33,8 @@ def check_provenance(traces: Path, *, edge: ModelId, cloud: ModelId, settings: G
     for key, found, expected in comparisons:
         if found not in (MISSING, expected):
             raise SettingsError(
-                f"{path}: configuration.{'.'.join(key)} is {found!r} for these traces, and {expected!r} was asked for: "
-                "a gate is calibrated with the options that its traces were taken with"
+                f"{path}: configuration.{'.'.join(key)} is {found!r} for these traces, and {expected!r} here: a "
+                "gate is calibrated with the options that its traces were taken with"
             )
     return any(found is not MISSING for _, found, _ in comparisons)
 

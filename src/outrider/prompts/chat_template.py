@@ -85,8 +85,10 @@ def _validate(messages: Messages, *, recording: bool) -> list[dict[str, Any]]:
     except (TypeError, ValueError, RecursionError) as error:
         raise PromptError(f"the chat messages cannot be read: {error}") from error
     for number, message in enumerate(plain):
-        if not isinstance(message.get("role"), str):
-            raise _error(plain, number, "it has no role", "role")
+        if not isinstance(role := message.get("role"), str):
+            raise _error(
+                plain, number, "it has no role" if role is None else f"the role {role!r} is not a text", "role"
+            )
         content = message.get("content", "" if "tool_calls" in message else None)
         if not isinstance(content, str | list):
             raise _error(plain, number, "content is a text or a list of parts")

@@ -51,12 +51,17 @@ class ModelInfo:
     @property
     def label(self) -> str:
         """Return the name together with the quantisation, for messages."""
-        return self.name if self.quantization is None else f"{self.name} ({self.quantization})"
+        return label_model(self.name, self.quantization)
 
     @property
     def vocabulary(self) -> list[str]:
         """Return the token strings in order of their ids. The list is empty without a tokenizer."""
         return self.read_vocabulary()
+
+
+def label_model(name: str, quantization: str | None) -> str:
+    """Return a model's name together with its quantisation, for messages."""
+    return f"{name} ({quantization})" if quantization else name
 
 
 @dataclass(frozen=True)

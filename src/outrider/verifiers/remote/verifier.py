@@ -26,7 +26,7 @@ from outrider.transport.endpoint import TCP, Network
 from outrider.transport.hosts import bracket_host
 from outrider.transport.status import CallFailed, Disconnected
 from outrider.transport.tls import ClientTls
-from outrider.verifiers.base import ModelInfo, RemoteSessions, SessionParams
+from outrider.verifiers.base import ModelInfo, RemoteSessions, SessionParams, label_model
 from outrider.verifiers.remote.errors import map_call_error
 from outrider.verifiers.remote.kept_sessions import KeptSessions
 from outrider.verifiers.remote.session import Peer, RemoteSession
@@ -85,8 +85,9 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
             return
         answer = self.connection.run(self._retry(self._fetch_description)).result()
         if (answer.model, answer.fingerprint.decode(errors="replace")) != (self._model, first.fingerprint):
+            now = label_model(answer.name, answer.quantization)
             raise CloudRefused(
-                f"{self.name} serves {answer.name} now, another model than {first.name} at the handshake: serve that "
+                f"{self.name} serves another model than at the handshake: {now} now, {first.label} then. Serve that "
                 "one again, or restart the edge"
             )
 
