@@ -17,6 +17,7 @@ from outrider.cli.edge_cloud import open_cloud
 from outrider.cli.options import Models, Network
 from outrider.engines import load
 from outrider.engines.load_options import LoadOptions
+from outrider.errors import SettingsError
 from outrider.verifiers import connect
 
 OTHERS = {"dtype": "bfloat16", "device": "cpu", "quantization": "int8", "kv_cache_dtype": "fp8"}
@@ -72,3 +73,19 @@ def test_of_a_gateway_s_own_cloud(monkeypatch: pytest.MonkeyPatch, models: Model
     monkeypatch.setattr(subprocess_cloud, "share_cores", lambda: None)
     with open_cloud(models, Network()):
         assert started == [["demo:cloud", *expected]]
+
+
+@pytest.mark.parametrize("option", [{"quantization": "int8"}, {"kv_cache_dtype": "fp8"}])
+@pytest.mark.parametrize(
+    ("cloud", "hint"),
+    [
+        ("grpc://127.0.0.1:1", r"no model is loaded here\. .*\(outrider cloud --{}\)$"),
+        ("vllm://127.0.0.1:1", r"no model is loaded here\. A vLLM or SGLang server has an option of its own$"),
+        ("sglang://127.0.0.1:1", r"no model is loaded here\. A vLLM or SGLang server has an option of its own$"),
+        ("none", "no model is loaded here$"),
+    ],
+)
+def test_without_a_model_the_place_of_the_option_is_named(option: dict[str, Any], cloud: str, hint: str) -> None:
+    name = next(iter(option)).replace("_", "-")
+    with pytest.raises(SettingsError, match=hint.format(name)):
+        build.check_connection(Models(edge="lookup", cloud=cloud, **option), Network())

@@ -192,12 +192,16 @@ def check_loading(models: Models, target: CloudAddress) -> None:
     given = {"quantization": models.quantization, "kv-cache-dtype": "fp8" if options.fp8_cache else None}
     for option, value in given.items():
         if value is not None and not names:
-            raise SettingsError(
-                f"--{option} {value}: no model is loaded here. A cloud across a network has its own option (outrider "
-                f"cloud --{option})"
-            )
+            raise SettingsError(f"--{option} {value}: no model is loaded here{_own_option(option, target)}")
     for name in names:
         options.check_file(name)
+
+
+def _own_option(option: str, target: CloudAddress) -> str:
+    """Return where the option of loading of a cloud across a network is given, for a message."""
+    if target.kind == "grpc":
+        return f". A cloud across a network has its own option (outrider cloud --{option})"
+    return ". A vLLM or SGLang server has an option of its own" if target.is_remote else ""
 
 
 def check(pair: Pair) -> ResolvedOptions:
