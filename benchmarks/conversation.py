@@ -1,38 +1,68 @@
 """The second turn of a conversation: its first token and its bytes, with the history kept and without it.
 
-An `outrider cloud` in a process of its own verifies. In turn, several times: the question alone, the question after a
-history whose first turn was just generated, and the same prompt read from nothing. Prompts are token ids, so that any
-pair will do. Prints medians, and one JSON line at the end.
+An `outrider cloud` in a process of its own verifies, or, with --random, one in this process. In turn, several times:
+the question alone, the question after a history whose first turn was just generated, and the same prompt read from
+nothing. Prompts are token ids, so that any pair will do. Prints medians, and one JSON line at the end.
 
     python -m benchmarks.conversation [--edge demo:edge] [--cloud demo:cloud] [--history 2000] [--question 20]
+    python -m benchmarks.conversation --random [--history 2000]    random 0.5B and 7B on a GPU
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from benchmarks.random_models import counting, random_model
 from benchmarks.remote import linked_cloud
 from outrider import SpeculativeDecoder, connect, load_engine
+from outrider.cloud.server import Server, ServerConfig
 from outrider.decoding.result import Result
 from outrider.engines.prefix_cache import unique_salt
+from outrider.engines.torch.engine import TorchEngine
 
 FIRST_TURN_TOKENS = 4
+
+
+@contextmanager
+def cloud(args: argparse.Namespace) -> Iterator[int]:
+    """Serve the target, and yield the port."""
+    if not args.random:
+        with linked_cloud(args.cloud) as link:
+            yield int(link.port or 0)
+        return
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    target = TorchEngine(counting(random_model("7B")), name="7B")
+    server = Server(target, ServerConfig("127.0.0.1", 0, budget=2**33))
+    asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+    try:
+        yield server.port
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--edge", default="demo:edge")
     parser.add_argument("--cloud", default="demo:cloud")
+    parser.add_argument("--random", action="store_true")
     parser.add_argument("--history", type=int, default=2000)
     parser.add_argument("--question", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    with linked_cloud(args.cloud) as link:
-        verifier = connect(f"grpc://127.0.0.1:{link.port}", deadline=300.0)
-        edge = load_engine(args.edge)
+    with cloud(args) as port:
+        verifier = connect(f"grpc://127.0.0.1:{port}", deadline=300.0)
+        edge = TorchEngine(random_model("0.5B"), name="0.5B") if args.random else load_engine(args.edge)
         decoder = SpeculativeDecoder(edge, verifier, k=5)
         choice = random.Random(0)
 

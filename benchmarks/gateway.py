@@ -81,7 +81,7 @@ def over_http(pool: DecoderPool, options: RequestOptions, tokens: int) -> Iterat
     scheduler = RequestScheduler(pool)
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, 8)
     defaults = Defaults(options)
-    gateway = Gateway(scheduler, Access(), defaults, metrics, Tokenization(pool.engine))
+    gateway = Gateway(scheduler, Access(), defaults, metrics, Tokenization(pool.engine, lambda: None))
     app = create_app(gateway, GatewayInfo(build_overview(defaults, "none", 8)))
     with bound("127.0.0.1", 0) as on:
         server = http_server(app, on)

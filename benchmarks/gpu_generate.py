@@ -26,7 +26,7 @@ from benchmarks.gpu_engine import CONSTRAINED
 from benchmarks.random_models import counting, random_model
 from benchmarks.synthetic_drafter import SyntheticDrafter, corrupt_tokens
 from outrider.api import SpeculativeDecoder, local
-from outrider.edge.drafter import Drafter
+from outrider.edge.drafter import Drafter, Proposer
 from outrider.edge.generation import Generation
 from outrider.engines.prefix_cache import unique_salt
 from outrider.engines.torch.engine import TorchEngine
@@ -46,7 +46,7 @@ class WithOracle(SpeculativeDecoder):
         generation = super()._start(*arguments, **options)
         open_drafter = generation.open_drafter
 
-        def open_synthetic_drafter() -> Any:
+        def open_synthetic_drafter() -> Proposer:
             drafter = open_drafter()
             assert isinstance(drafter, Drafter)
             return SyntheticDrafter(drafter, len(generation.prompt.ids), self.output, self.alpha, self.seed)
@@ -157,18 +157,18 @@ def measure(draft: TorchEngine, target: TorchEngine, context: int, args: argpars
             spent, out = timed(way)
             assert out == ours.output[: len(out)], f"{name}: another output"
             times[name] += [spent] if run else []
-        if run <= PEER_RUNS:
+        if run <= args.peer_runs:
             with peers_attention(target.model, draft.model):
                 for name, way in peers.items():
                     spent, out = timed(way)
                     assert out == ours.output[: len(out)], f"{name}: another output"
                     times[name] += [spent] if run else []
             length = PEER_TOKENS
-    found = {name: round(statistics.median(values), 3) for name, values in times.items()}
-    best = min(value for name, value in found.items() if "assisted" in name)
+    found = {name: round(statistics.median(values), 3) for name, values in times.items() if values}
+    assisted = [value for name, value in found.items() if "assisted" in name]
     ratios = {
         "acceptance": round(statistics.mean(acceptance), 3),
-        "against best assisted": round(best / found["speculative"], 2),
+        "against best assisted": round(min(assisted) / found["speculative"], 2) if assisted else None,
         "against own plain": round(found["plain"] / found["speculative"], 2),
         "constrained against not": round(found["speculative, constrained"] / found["speculative"], 3),
     }
@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--peer-runs", type=int, default=PEER_RUNS, help="-1: without transformers")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     draft = TorchEngine(random_model("0.5B"), name="0.5B")

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.actions import Draft, Proposal
-from outrider.edge.drafter import Drafter
+from outrider.edge.drafter import Drafter, Proposer
 from outrider.errors import SettingsError
 from outrider.sampling.sampler import uniforms
 
 
-class SyntheticDrafter:
+class SyntheticDrafter(Proposer):
     """Replays the target's output with errors at rate 1 − alpha, in the time of a real drafter.
 
     The real drafter runs, and its tokens are replaced. Its cache has the right length, but holds its own tokens.
@@ -54,8 +54,13 @@ class SyntheticDrafter:
         """Roll the real drafter's cache back."""
         self._drafter.rollback_to(length)
 
-    def close(self) -> None:
-        """Free the real drafter's slot."""
+    @property
+    def cached_len(self) -> int:
+        """Number of tokens in the real drafter's cache."""
+        return self._drafter.cached_len
+
+    def close(self, *, keep: bool = False) -> None:
+        """Free the real drafter's slot. Its cache has tokens of its own, which no later prompt may use."""
         self._drafter.close()
 
 

@@ -17,6 +17,7 @@ ORDER = [
     "errors",
     "files",
     "hints",
+    "numeric",
     "config",
     "sampling",
     "decoding",

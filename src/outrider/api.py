@@ -15,16 +15,17 @@ from outrider.aio import AsyncStream as AsyncStream
 from outrider.aio import run_in_executor
 from outrider.batch import Batch, as_batch, check_results, run_batch, share_engines
 from outrider.chat import Conversation as Conversation
-from outrider.config import DEFAULT_K, DriverName, OnCloudLoss, OnLoop, Privacy, Scope, check_type, is_integer
-from outrider.decoding.adaptive_draft_length import AcceptanceModel
+from outrider.config import DEFAULT_K, DriverName, OnCloudLoss, OnLoop, Privacy, Scope, check_type
+from outrider.decoding.acceptance_model import AcceptanceModel
 from outrider.decoding.detokenizer import Tokenizer
 from outrider.decoding.draft_length import parse_draft_length
+from outrider.decoding.draft_source import DraftSource
 from outrider.decoding.events import StreamEvent as StreamEvent
 from outrider.decoding.gate import Gate
 from outrider.decoding.loop_detection import DEFAULT_LOOP_RULE
 from outrider.decoding.options import DecodingOptions
 from outrider.decoding.result import GuaranteeTracker, Result
-from outrider.edge.arguments import build_settings, check_arguments, check_ids, describe_engine
+from outrider.edge.arguments import build_settings, check_arguments, describe_engine, read_ids
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.generation import Generation, GenerationContext
 from outrider.edge.model_pair import ModelPair
@@ -34,6 +35,7 @@ from outrider.edge.verifier_session import PipelinedVerifier
 from outrider.engines.base import Engine, Prompt
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import PromptError, SettingsError
+from outrider.numeric import as_integer, is_integer
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike
 from outrider.prompts.chat_template import Messages
@@ -108,6 +110,7 @@ class SpeculativeDecoder:
         slots: int = 8,
     ) -> None:
         check_arguments(draft, verifier, lookup, reader, watch=watch, lazy=lazy)
+        k, slots = as_integer(k), as_integer(slots)
         if not is_integer(slots) or slots < 1:
             raise SettingsError(f"slots is a whole number, 1 or more, not {slots!r}")
         options = DecodingOptions(
@@ -131,7 +134,9 @@ class SpeculativeDecoder:
         self._model, self.draft, self.lookup, self.verifier, self._watch = model, draft, lookup, verifier, watch
         self._reader = PromptReader(model, lookup, verifier, reader, lambda: self._target)
         self._reader.check_accept(accept, needs_q=self.options.acceptance_rule.needs_q)
-        self.draft_length = parse_draft_length(k) if draft is not None else None
+        sides = {DraftSource.MODEL: model, DraftSource.LOOKUP: lookup}
+        sources = [source for source, side in sides.items() if side is not None]
+        self.draft_length = parse_draft_length(k, sources) if sources else None
         controller = None if self.draft_length is None else self.draft_length.controller
         self._acceptance = AcceptanceModel() if controller is None else controller.acceptance
         self._guarantees, self._lock = GuaranteeTracker(self.options.gate), threading.Lock()
@@ -313,8 +318,7 @@ class SpeculativeDecoder:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids without special tokens, empty if there is no tokenizer."""
-        check_ids(ids)
-        return self._context().decode(ids)
+        return self._context().decode(read_ids(ids))
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -363,7 +367,7 @@ class SpeculativeDecoder:
             return "none"
         if isinstance(self.verifier, LocalVerifier):
             return describe_engine(self.verifier.engine)
-        name = self._target.name if self._pair.state.is_complete else "not there"
+        name = self._target.label if self._pair.state.is_complete else "not there"
         options = self.options
         return f"{name}, {options.driver}, on loss {options.on_cloud_loss}, privacy {options.privacy}"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from outrider.errors import DataError, SettingsError
 from outrider.files import read_json
+from outrider.numeric import as_integer, as_number, is_integer, is_number
 
 OnLoop = Literal["escalate", "sample", "stop", "ignore"]
 Scope = Literal["block", "repair"]
@@ -29,6 +29,8 @@ MAX_TOP_LOGPROBS = 20  # the limit of OpenAI's API
 SEED_LIMIT = 2**64
 MAX_ADDITIVE_PENALTY, MAX_LOGIT_BIAS = 2.0, 100.0  # the limits of OpenAI's API
 _ADDITIVE_PENALTIES = ("frequency_penalty", "presence_penalty")
+_INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "seed", "no_repeat_ngram_size", "repetition_window")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", *_ADDITIVE_PENALTIES)
 MAX_GRAMMAR_BYTES = 2**16
 GATE_FILE_VERSION = 3
 OLD_VERSION_HINT = (
@@ -112,9 +114,11 @@ class GenerationSettings:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "no_repeat_ngram_size", "repetition_window"):
+        for field in fields(self):
+            object.__setattr__(self, field.name, _convert_numbers(field.name, getattr(self, field.name)))
+        for name in _INTEGERS:
             _require(is_integer(getattr(self, name)), f"{name} is a whole number, not {getattr(self, name)!r}")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", *_ADDITIVE_PENALTIES):
+        for name in _NUMBERS:
             _require(is_number(getattr(self, name)), f"{name} is a finite number, not {getattr(self, name)!r}")
         _require(self.max_new_tokens >= 1, "max_new_tokens is 1 or more")
         _require(0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens is between 0 and max_new_tokens")
@@ -181,15 +185,17 @@ def _check_logit_bias(pairs: Any) -> None:
 
 @dataclass(frozen=True)
 class ModelId:
-    """A model's name in a file. fingerprint: the hash of its vocabulary."""
+    """A model's name in a file. fingerprint: the hash of its vocabulary. quantization: as in `ModelInfo`."""
 
     name: str
     fingerprint: str
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
-        for key in ("name", "fingerprint"):
+        for key in ("name", "fingerprint", "quantization"):
             value = getattr(self, key)
-            _require_data(isinstance(value, str) and value != "", f"{key} is a text that is not empty, not {value!r}")
+            good = (isinstance(value, str) and value != "") or (value is None and key == "quantization")
+            _require_data(good, f"{key} is a text that is not empty, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -272,7 +278,7 @@ class GateFile:
             _parse_field(f"signals[{n}]", SignalFit, row) for n, row in enumerate(values["signals"])
         )
         for side in ("edge", "cloud"):
-            values[side] = _parse_field(side, ModelId, values[side])
+            values[side] = _parse_model(side, values[side])
         values["settings"] = _parse_settings(values["settings"])
         file = cls(**values)
         _require_data("digest" in value, "digest is missing")
@@ -316,6 +322,11 @@ def _parse_field(where: str, kind: Any, value: Any) -> Any:
         raise DataError(f"{where}: {error}") from error
 
 
+def _parse_model(where: str, value: Any) -> ModelId:
+    """Return a model of a gate file. Files from before there was a quantisation lack that key."""
+    return _parse_field(where, ModelId, {"quantization": None, **value} if isinstance(value, dict) else value)
+
+
 def _parse_settings(value: Any) -> GenerationSettings:
     _require_data(isinstance(value, dict), f"settings: expected an object, not {value!r}")
     try:
@@ -348,7 +359,7 @@ def _convert(name: str, value: Any) -> Any:
     if name == "logit_bias" and isinstance(value, (Mapping, list, tuple)):
         pairs = value.items() if isinstance(value, Mapping) else value
         pairs = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in pairs)
-        is_sortable = all(isinstance(pair, tuple) and pair and is_integer(pair[0]) for pair in pairs)
+        is_sortable = all(isinstance(pair, tuple) and pair and is_integer(as_integer(pair[0])) for pair in pairs)
         return tuple(sorted(pairs, key=lambda pair: int(pair[0]))) if is_sortable else pairs
     if name == "grammar" and isinstance(value, Mapping):
         unknown = sorted(set(value) - {"kind", "text"})
@@ -357,21 +368,22 @@ def _convert(name: str, value: Any) -> Any:
     return tuple(value) if name in ("stop", "suppress_tokens") and isinstance(value, list) else value
 
 
+def _convert_numbers(name: str, value: Any) -> Any:
+    """Convert the numbers of other libraries in a setting to Python's own."""
+    if name in (*_INTEGERS, "sentences", "logprobs"):
+        return as_integer(value)
+    if name in _NUMBERS:
+        return as_number(value)
+    if name == "suppress_tokens" and isinstance(value, tuple):
+        return tuple(map(as_integer, value))
+    if name == "logit_bias" and isinstance(value, tuple):
+        return tuple(tuple(map(as_number, pair)) if isinstance(pair, tuple) else pair for pair in value)
+    return value
+
+
 def format_number(value: float) -> str:
     """Format a number without a trailing `.0`, with all digits that are needed to parse the same number again."""
     return repr(value).removesuffix(".0")
-
-
-def is_integer(value: Any) -> bool:
-    """Return whether a value is an int and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value is a finite int or float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return abs(value) <= sys.float_info.max  # false for NaN, infinities, and integers beyond any float
 
 
 def _require(condition: bool, message: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.gpu_generate import WithOracle
 from benchmarks.synthetic_drafter import SyntheticDrafter, corrupt_engine
+from outrider.api import local
 from outrider.config import GenerationSettings
 from outrider.edge.drafter import Drafter
 from outrider.engines.base import CachedSequence, Prompt
@@ -90,3 +92,11 @@ def test_an_engine_is_not_corrupted_at_a_rate_of_one() -> None:
     corrupt_engine(corrupted, 1.0)
     slots = [engine.open(Prompt(tuple(PROMPT))) for engine in (plain, corrupted)]
     assert corrupted.forward(slots[1], PROMPT).equal(plain.forward(slots[0], PROMPT))
+
+
+def test_a_generation_runs_with_it() -> None:
+    decoder = WithOracle(ScriptedEngine(HashRows(2, V), V), local(ScriptedEngine(HashRows(1, V), V)), k=5)
+    decoder.output, decoder.alpha, decoder.seed = OUTPUT, 0.8, 3
+    result = decoder.generate(PROMPT, max_new_tokens=100)
+    assert result.token_ids == reference_output(HashRows(1, V), PROMPT, V, max_new_tokens=100)
+    assert 0.3 < result.stats.acceptance_rate < 0.8

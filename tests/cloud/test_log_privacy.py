@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from io import StringIO
 
 import grpc
@@ -32,7 +31,7 @@ SECRET = (48_213, 51_904, 57_331)  # no other figure of a log looks like these
 
 
 @pytest.fixture
-def told() -> Iterator[list[logging.LogRecord]]:
+def told() -> list[logging.LogRecord]:
     """Every record of every logger of ours."""
     records: list[logging.LogRecord] = []
 
@@ -40,13 +39,10 @@ def told() -> Iterator[list[logging.LogRecord]]:
         def emit(self, record: logging.LogRecord) -> None:
             records.append(record)
 
-    logger, handler = logging.getLogger("outrider"), Keep(logging.DEBUG)
-    before = logger.level
-    logger.addHandler(handler)
+    logger = logging.getLogger("outrider")
+    logger.addHandler(Keep(logging.DEBUG))
     logger.setLevel(logging.DEBUG)
-    yield records
-    logger.removeHandler(handler)
-    logger.setLevel(before)
+    return records
 
 
 def talk(served: Served, channel: grpc.Channel) -> bytes:
@@ -77,21 +73,16 @@ def talk(served: Served, channel: grpc.Channel) -> bytes:
 
 def test_the_log_holds_no_token_and_no_text(told: list[logging.LogRecord]) -> None:
     stream = StringIO()
-    handlers, level, propagate = list(logs.log.handlers), logs.log.level, logs.log.propagate
     logs.configure("debug", json=True, stream=stream)
     logs.log.propagate = True
-    try:
-        with reached(ScriptedEngine(HashRows(1, BIG), BIG)) as (served, channel):
-            id_ = talk(served, channel)
-            with RawStream(channel) as other:
-                other.opened(opening((1,), BIG))
-                other.send(CLOSE)
-                other.finish()
-                assert next(other.call, None) is None
-            wait_until(lambda: served.service.streams == 0)
-    finally:
-        logs.log.handlers[:], logs.log.propagate = handlers, propagate
-        logs.log.setLevel(level)
+    with reached(ScriptedEngine(HashRows(1, BIG), BIG)) as (served, channel):
+        id_ = talk(served, channel)
+        with RawStream(channel) as other:
+            other.opened(opening((1,), BIG))
+            other.send(CLOSE)
+            other.finish()
+            assert next(other.call, None) is None
+        wait_until(lambda: served.service.streams == 0)
     events = {record.getMessage() for record in told}
     assert {"session opened", "session resumed", "session closed", "refused", "stopped"} <= events
     standard = vars(logging.makeLogRecord({}))  # times and thread numbers may hold any digits

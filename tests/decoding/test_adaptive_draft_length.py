@@ -9,22 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.decoding.acceptance_model import BUCKET_EDGES, MEMORY_TOKENS, AcceptanceModel
 from outrider.decoding.adaptive_draft_length import (
-    BUCKET_EDGES,
     MAX_BLOCK_LENGTH,
     MEMORY_ROUNDS,
-    MEMORY_TOKENS,
-    AcceptanceModel,
+    Drafted,
     DraftLengthController,
     LatencyModel,
     LinearFit,
-    MatchLength,
     RoundStats,
     best_fixed_length,
+    block_value,
 )
+from outrider.decoding.draft_source import DraftSource, MatchLength
 from outrider.decoding.speculation_switch import MedianClip
+from tests.support.drafted import by_model
 
 KINDS = [0.5 * (low + high) for low, high in zip((0.0, *BUCKET_EDGES), (*BUCKET_EDGES, 5.0), strict=True)]
+MODEL, LOOKUP = DraftSource.MODEL, DraftSource.LOOKUP
 
 
 # Acceptance -------------------------------------------------------------------------------------------------------
@@ -43,7 +45,7 @@ def test_each_kind_of_token_has_its_own_frequency() -> None:
         found.update([KINDS[-1]], n % 4 != 0)
     assert found.acceptance_probability(KINDS[0]) == pytest.approx(0.25, abs=0.04)
     assert found.acceptance_probability(KINDS[-1]) == pytest.approx(0.75, abs=0.04)
-    assert found.mean == pytest.approx(0.5, abs=0.03)
+    assert found.rate_of(MODEL) == pytest.approx(0.5, abs=0.03)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_chances_stay_chances_after_any_number_of_extremes(logprob: float, accep
     found = AcceptanceModel()
     for _ in range(20 * int(MEMORY_TOKENS)):
         found.update([logprob], accepted)
-    assert 0.0 < found.mean < 1.0
+    assert 0.0 < found.rate_of(MODEL) < 1.0
     assert all(0.0 <= found.acceptance_probability(kind) <= 1.0 for kind in (*KINDS, 0.0, math.inf))
 
 
@@ -74,7 +76,7 @@ def test_tokens_after_a_rejection_are_not_counted() -> None:
     assert [one.acceptance_probability(kind) for kind in KINDS] == [
         other.acceptance_probability(kind) for kind in KINDS
     ]
-    assert one.mean == other.mean
+    assert one.rate_of(MODEL) == other.rate_of(MODEL)
 
 
 def test_the_next_token_is_judged_by_the_one_before() -> None:
@@ -83,13 +85,13 @@ def test_the_next_token_is_judged_by_the_one_before() -> None:
         found.update([KINDS[0], 0.3, KINDS[-1], 0.3], 3)
     assert found.next_acceptance([KINDS[0]]) > 0.9
     assert found.next_acceptance([KINDS[-1]]) < 0.15
-    assert found.next_acceptance([]) == found.mean
+    assert found.next_acceptance([]) == found.rate_of(MODEL)
 
 
 def test_a_block_survives_by_the_product() -> None:
     found = AcceptanceModel()
     assert found.survival_probability(2, [0.1, 0.5]) == pytest.approx(math.exp(-0.6))
-    assert found.survival_probability(3, [0.1, 0.5]) == pytest.approx(math.exp(-0.6) * found.mean)
+    assert found.survival_probability(3, [0.1, 0.5]) == pytest.approx(math.exp(-0.6) * found.rate_of(MODEL))
     assert found.survival_probability(1, [math.inf]) == 0.0
 
 
@@ -98,10 +100,10 @@ def test_old_observations_decay() -> None:
     found = AcceptanceModel()
     for _ in range(100):
         found.update([KINDS[-1], 0.3], 1)
-    assert found.next_acceptance([KINDS[-1]]) < 0.3 * found.mean
+    assert found.next_acceptance([KINDS[-1]]) < 0.3 * found.rate_of(MODEL)
     for _ in range(int(6 * MEMORY_TOKENS)):
         found.update([0.3], 1)
-    assert found.next_acceptance([KINDS[-1]]) > 0.8 * found.mean
+    assert found.next_acceptance([KINDS[-1]]) > 0.8 * found.rate_of(MODEL)
 
 
 # Prompt lookup and a model ----------------------------------------------------------------------------------------
@@ -148,7 +150,8 @@ def test_looked_up_tokens_do_not_change_the_rates_of_a_model() -> None:
         both_says, alone_says = both.acceptance_probability(logprob), alone.acceptance_probability(logprob)
         assert both_says == pytest.approx(alone_says, abs=0.06)
     assert both.next_acceptance([0.1]) == pytest.approx(alone.next_acceptance([0.1]), abs=0.06)
-    assert (both.mean, alone.mean) == (pytest.approx(3 / 8, abs=0.01), pytest.approx(3 / 5, abs=0.01))
+    assert [found.rate_of(MODEL) for found in (both, alone)] == pytest.approx([3 / 5, 3 / 5], abs=0.01)
+    assert both.rate_of(LOOKUP) < 0.05
 
 
 def test_the_next_token_of_a_copy_has_a_longer_match() -> None:
@@ -156,8 +159,8 @@ def test_the_next_token_of_a_copy_has_a_longer_match() -> None:
     for _ in range(100):
         found.update([MatchLength(4)], 0)
         found.update([MatchLength(5)], 1)
-    assert found.next_acceptance([MatchLength(3)]) < 0.1
-    assert found.next_acceptance([MatchLength(4)]) > 0.9
+    assert found.next_acceptance([MatchLength(3)], LOOKUP) < 0.1
+    assert found.next_acceptance([MatchLength(4)], LOOKUP) > 0.9
 
 
 # Times ------------------------------------------------------------------------------------------------------------
@@ -225,38 +228,37 @@ def taught(
 ) -> DraftLengthController:
     for _ in range(rounds):
         pace.drafted(drafted, 0.01 * drafted)
-        pace.decided([0.1] * drafts, accepted, drafted=drafted, seconds=wait)
+        pace.decided([0.1] * drafts, accepted, drafted=by_model(drafted), seconds=wait)
     return pace
 
 
 def test_there_is_no_price_before_there_are_times() -> None:
     pace = DraftLengthController()
-    assert pace.token_cost is None
-    pace.decided([0.1], 1, drafted=1, seconds=0.1)
-    assert pace.token_cost is None, "drafting was not timed"
+    assert not pace.token_costs
+    pace.decided([0.1], 1, drafted=by_model(1), seconds=0.1)
+    assert not pace.token_costs, "drafting was not timed"
     pace = DraftLengthController()
     pace.drafted(4, 0.04)
-    pace.decided([0.1] * 4, 1, drafted=4)
-    assert pace.token_cost is None, "the verdict was not timed"
-    assert not pace.should_continue(0, [])
+    pace.decided([0.1] * 4, 1, drafted=by_model(4))
+    assert not pace.token_costs, "the verdict was not timed"
 
 
 def test_the_price_is_what_the_time_of_a_draft_brings_elsewhere() -> None:
     """Rounds of 5 tokens in 0.14 s: 0.357 tokens in the 0.01 s of a draft."""
-    assert taught(DraftLengthController(), 400).token_cost == pytest.approx(5 / 0.14 * 0.01, rel=0.02)
+    assert taught(DraftLengthController(), 400).token_costs[MODEL] == pytest.approx(5 / 0.14 * 0.01, rel=0.02)
 
 
 def test_a_draft_that_no_one_waited_for_is_not_paid() -> None:
     """Drafted while a verdict was in flight: 5 tokens in 0.1 s."""
     pace = DraftLengthController()
     pace.drafted(4, 0.04)
-    assert taught(pace, 400, drafted=0).token_cost == pytest.approx(0.5, rel=0.02)
+    assert taught(pace, 400, drafted=0).token_costs[MODEL] == pytest.approx(0.5, rel=0.02)
 
 
 def test_a_change_is_followed() -> None:
     pace = taught(DraftLengthController(), 300)
-    assert pace.token_cost == pytest.approx(5 / 0.14 * 0.01, rel=0.05)
-    assert taught(pace, 300, wait=1.0).token_cost == pytest.approx(5 / 1.04 * 0.01, rel=0.05)
+    assert pace.token_costs[MODEL] == pytest.approx(5 / 0.14 * 0.01, rel=0.05)
+    assert taught(pace, 300, wait=1.0).token_costs[MODEL] == pytest.approx(5 / 1.04 * 0.01, rel=0.05)
 
 
 def test_a_block_that_may_cost_a_right_guess_is_cut_earlier() -> None:
@@ -265,8 +267,8 @@ def test_a_block_that_may_cost_a_right_guess_is_cut_earlier() -> None:
     for n in range(400):
         for pace, drafted, seconds in ((waits, 4, 0.08), (overlaps, 4 * (n % 2), 0.1)):
             pace.drafted(drafted, 0.01 * drafted)
-            pace.decided([0.1] * 4, (4, 0, 2, 4)[n % 4], drafted=drafted, seconds=seconds)
-    assert waits.token_cost == pytest.approx(overlaps.token_cost, rel=0.02)
+            pace.decided([0.1] * 4, (4, 0, 2, 4)[n % 4], drafted=by_model(drafted), seconds=seconds)
+    assert waits.token_costs[MODEL] == pytest.approx(overlaps.token_costs[MODEL], rel=0.02)
     lengths = [next(n for n in range(64) if not pace.should_continue(n, [0.1] * n)) for pace in (overlaps, waits)]
     assert lengths[0] < lengths[1]
 
@@ -316,5 +318,79 @@ def test_the_first_rounds_are_padded_with_less_and_less() -> None:
     pace = DraftLengthController()
     for _ in range(3):
         pace.drafted(4, 0.04)
-        pace.decided([0.1] * 4, 4, drafted=4, seconds=0.1)
+        pace.decided([0.1] * 4, 4, drafted=by_model(4), seconds=0.1)
     assert pace._prior_rounds == pytest.approx(4.0 * (1 - 1 / MEMORY_ROUNDS) ** 3)
+
+
+# Two sources ------------------------------------------------------------------------------------------------------
+
+
+def taught_both(
+    draft_s: float, alpha: float, copied: float, *, slope: float = 0.02, rounds: int = 200
+) -> DraftLengthController:
+    """Return a controller after rounds of each source in turn. A plain token takes 1 s, a verdict 1 s and slope·k."""
+    controller, rng = DraftLengthController(DraftSource), random.Random(1)
+    for n in range(400):
+        source, chance, seconds = ((MODEL, alpha, draft_s), (LOOKUP, copied, 1e-6))[n % 2]
+        k = n % 4 + 1
+        block = [0.3] * k if source is MODEL else [MatchLength(3)] * k
+        controller.drafted(k, k * seconds, source)
+        accepted = next((i for i in range(k) if rng.random() >= chance), k)
+        work = {source: Drafted(k, k * seconds)}
+        controller.decided(block, accepted, drafted=work, seconds=1.0 + slope * k)
+        while controller.switch.needs_sample:
+            controller.decoded_plain(1.0)
+    return controller
+
+
+def test_a_round_is_divided_between_its_sources() -> None:
+    """The first source has the bonus token and what the drafts do not add to the verdict."""
+    controller = taught_both(0.1, 0.7, 0.7, slope=0.2)
+    slope = controller.times.slope
+    assert slope == pytest.approx(0.2, rel=0.05)
+    block = [MatchLength(3), MatchLength(4), 0.1, 0.1]
+    work = {LOOKUP: Drafted(2, 0.0), MODEL: Drafted(2, 0.2)}
+    shares = dict(controller._shares(block, 3, work, 1.8))
+    assert [(source, share.tokens) for source, share in shares.items()] == [(LOOKUP, 3), (MODEL, 1)]
+    assert shares[LOOKUP].seconds == pytest.approx(1.8 - 2 * slope)
+    assert shares[MODEL].seconds == pytest.approx(0.2 + 2 * slope)
+    assert dict(controller._shares([0.1, 0.1], 1, {}, None)) == {MODEL: (2, None)}
+
+
+@pytest.mark.parametrize(("draft_s", "copied", "prefers"), [(0.01, 0.6, False), (0.01, 0.9, True), (0.7, 0.6, True)])
+def test_at_a_match_the_source_drafts_whose_block_is_worth_more(draft_s: float, copied: float, prefers: bool) -> None:
+    """The model is right in 80 % of the cases. A cheaper token may be right less often."""
+    controller = taught_both(draft_s, 0.8, copied)
+    for account in controller.switch.accounts.values():
+        account.pays, account.budget = True, 1.0
+    assert controller.prefers_lookup(3) is prefers
+
+
+def test_each_source_has_its_own_estimate() -> None:
+    controller = taught_both(1.5, 0.8, 0.8)
+    assert [controller.switch.accounts[source].pays for source in (MODEL, LOOKUP)] == [False, True]
+    controller = taught_both(0.02, 0.9, 0.05, slope=0.2)
+    assert [controller.switch.accounts[source].pays for source in (MODEL, LOOKUP)] == [True, False]
+
+
+def test_a_looked_up_block_grows_step_by_step() -> None:
+    """Before a verdict on a long block, nothing is known of its time. A lookup itself is free."""
+    controller, lengths = DraftLengthController([LOOKUP]), []
+    for _ in range(6):
+        controller.drafted(1, 1e-6, LOOKUP)
+        block = [MatchLength(9)]
+        while controller.token_costs and controller.should_continue(len(block), block, LOOKUP):
+            block.append(MatchLength(9 + len(block)))
+        lengths.append(len(block))
+        controller.decided(block, len(block), drafted={LOOKUP: Drafted(len(block))}, seconds=1.0)
+    assert lengths == [1, 2, 4, 8, 16, 32]
+
+
+@given(
+    acceptances=st.lists(st.floats(0.0, 1.0), max_size=12),
+    cost=st.floats(0.0, 1.5),
+)
+def test_the_value_of_a_block_is_that_of_its_best_length(acceptances: list[float], cost: float) -> None:
+    survivals = [math.prod(acceptances[: n + 1]) for n in range(len(acceptances))]
+    values = [sum(survivals[:k]) - k * cost for k in range(len(acceptances) + 1)]
+    assert block_value(acceptances, cost) == pytest.approx(max(values), abs=1e-9)

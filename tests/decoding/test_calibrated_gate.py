@@ -130,6 +130,19 @@ def test_a_file_without_digest_is_refused(tmp_path: Path) -> None:
         read_gate_file(written(tmp_path, drop("digest"), sign=False))
 
 
+def test_a_file_from_before_models_could_be_quantized_is_one_of_plain_models(tmp_path: Path) -> None:
+    def older(value: dict[str, Any]) -> None:
+        del value["edge"]["quantization"], value["cloud"]["quantization"]
+
+    assert read_gate_file(written(tmp_path, older)) == FILE
+
+
+@pytest.mark.parametrize("value", ["", 8, False])
+def test_a_quantization_in_a_file_is_a_name_or_null(tmp_path: Path, value: object) -> None:
+    with pytest.raises(DataError, match="cloud: quantization is a text"):
+        read_gate_file(written(tmp_path, put("cloud", "quantization", value)))
+
+
 def test_the_order_of_the_keys_is_free(tmp_path: Path) -> None:
     name = written(tmp_path, lambda value: dict(sorted(value.items())), sign=False)
     assert read_gate_file(name) == FILE
@@ -344,6 +357,14 @@ def test_a_cloud_without_the_recording_voids_the_budget(monkeypatch: pytest.Monk
             "with another vocabulary on the cloud: its budget is not promised",
         ),
         (
+            {"edge": replace(MODEL, quantization="int8")},
+            "with quantization int8 on the edge, not none: its budget is not promised",
+        ),
+        (
+            {"cloud": replace(MODEL, quantization="int8")},
+            "with quantization int8 on the cloud, not none: its budget is not promised",
+        ),
+        (
             {"settings": GenerationSettings(max_new_tokens=30)},
             "with max_new_tokens 30, not 24: its budget is not promised",
         ),
@@ -353,7 +374,7 @@ def test_a_cloud_without_the_recording_voids_the_budget(monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_another_k_vocabulary_or_setting_voids_the_budget(changes: dict[str, Any], message: str) -> None:
+def test_another_k_vocabulary_quantization_or_setting_voids_the_budget(changes: dict[str, Any], message: str) -> None:
     result = generate(decoder_with(calibrated(gate="entropy:3.1", **changes)))
     assert result.guarantee == "best-effort"
     assert [message in warning for warning in result.warnings] == [True]
@@ -438,6 +459,16 @@ def test_a_pair_of_real_engines() -> None:
     first = decoder.generate(tokens(8), max_new_tokens=24)
     assert (first.guarantee, first.warnings) == ("bounded", [])
     assert decoder.generate(tokens(8), max_new_tokens=24).token_ids == first.token_ids
+
+
+def test_a_budget_does_not_hold_for_the_same_pair_with_a_quantized_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    edge, cloud = engine("qwen2", 0), engine("qwen2", 1)
+    pair = {"edge": ModelId(edge.name, edge.fingerprint), "cloud": ModelId(cloud.name, cloud.fingerprint)}
+    monkeypatch.setattr(cloud, "quantization", "int8")
+    decoder = SpeculativeDecoder(edge, local(cloud), gate=calibrated(gate="entropy:4", **pair), k=4)
+    result = decoder.generate(tokens(8), max_new_tokens=24)
+    assert result.guarantee == "best-effort"
+    assert "with quantization none on the cloud, not int8" in result.warnings[0]
 
 
 def test_the_estimate_runs_over_all_results_of_a_decoder_and_warns_of_what_it_shows() -> None:

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from outrider.decoding.adaptive_draft_length import MATCH_PRIORS, MatchLength
+from outrider.decoding.acceptance_model import MATCH_PRIORS
+from outrider.decoding.adaptive_draft_length import Drafted, DraftLengthController
 from outrider.decoding.draft_length import (
     AUTO_MAX_K,
     MAX_K,
@@ -16,7 +17,9 @@ from outrider.decoding.draft_length import (
     FixedDraftLength,
     parse_draft_length,
 )
+from outrider.decoding.draft_source import DraftSource, MatchLength
 from outrider.errors import SettingsError
+from tests.support.drafted import by_lookup, by_model
 
 
 def sure(*probabilities: float) -> list[float]:
@@ -82,7 +85,7 @@ def learnt(
     for _ in range(rounds):
         accepted = next((n for n in range(4) if rng.random() >= alpha), 4)
         auto.controller.drafted(4, 4 * step)
-        auto.controller.decided([0.1] * 4, accepted, drafted=4, seconds=wait)
+        auto.controller.decided([0.1] * 4, accepted, drafted=by_model(4), seconds=wait)
     return sampled(auto, plain)
 
 
@@ -96,7 +99,7 @@ def test_until_times_are_known_confidence_alone_decides() -> None:
     for probabilities in ((), (0.9,), (0.7, 0.5), (0.39,)):
         block = sure(*probabilities)
         assert auto.tokens_to_draft(len(block), block) == ConfidenceStop().tokens_to_draft(len(block), block)
-    auto.controller.decided([0.1] * 4, 0, drafted=4)
+    auto.controller.decided([0.1] * 4, 0, drafted=by_model(4))
     assert auto.tokens_to_draft(3, sure(0.9, 0.9, 0.9)) == 1
 
 
@@ -149,7 +152,7 @@ def test_a_token_that_is_known_to_fail_ends_the_block() -> None:
         unsure = [rng.random() < 0.3 for _ in range(4)]
         accepted = unsure.index(True) if any(unsure) else 4
         auto.controller.drafted(4, 0.04)
-        auto.controller.decided([2.0 if bad else 0.001 for bad in unsure], accepted, drafted=4, seconds=0.1)
+        auto.controller.decided([2.0 if bad else 0.001 for bad in unsure], accepted, drafted=by_model(4), seconds=0.1)
     assert auto.tokens_to_draft(3, sure(0.999, 0.999, 0.999)) == 1
     assert auto.tokens_to_draft(3, sure(0.999, 0.999, math.exp(-2.0))) == 0
 
@@ -159,7 +162,7 @@ def test_without_signals_the_mean_decides(accepted: int) -> None:
     auto = AdaptiveDraftLength()
     for _ in range(200):
         auto.controller.drafted(4, 0.04)
-        auto.controller.decided([None] * 4, accepted, drafted=4, seconds=0.1)
+        auto.controller.decided([None] * 4, accepted, drafted=by_model(4), seconds=0.1)
     assert [sampled(auto).tokens_to_draft(n, []) for n in (0, 3)] == [1, accepted == 4]
 
 
@@ -176,6 +179,10 @@ def lookup_length(auto: AdaptiveDraftLength, match_length: int) -> int:
     return next(n for n in range(MAX_K + 1) if not auto.tokens_to_draft(n, copied(match_length, n)))
 
 
+def auto_with(*sources: DraftSource) -> AdaptiveDraftLength:
+    return AdaptiveDraftLength(DraftLengthController(sources))
+
+
 def test_before_any_verdict_a_long_match_is_copied_further() -> None:
     lengths = [lookup_length(AdaptiveDraftLength(), match_length) for match_length in (1, 2, 3, 9)]
     assert lengths[0] == 1
@@ -185,29 +192,29 @@ def test_before_any_verdict_a_long_match_is_copied_further() -> None:
 
 def test_a_long_match_is_copied_further_if_long_matches_are_accepted_more_often() -> None:
     """Copies from short matches fail at their first token, those from long matches never. Each token costs 10 ms."""
-    auto = AdaptiveDraftLength()
+    auto = auto_with(DraftSource.LOOKUP)
     for n in range(400):
-        auto.controller.drafted(1, 1e-5, is_lookup=True)
+        auto.controller.drafted(1, 1e-5, DraftSource.LOOKUP)
         block, accepted = (copied(12, 6), 6) if n % 2 else (copied(1, 2), 0)
-        auto.controller.decided(block, accepted, drafted=len(block), seconds=0.1 + 0.01 * len(block))
+        auto.controller.decided(block, accepted, drafted=by_lookup(len(block)), seconds=0.1 + 0.01 * len(block))
     assert lookup_length(sampled(auto), 1) == 1
     assert lookup_length(auto, 12) > 8
 
 
 def test_tokens_of_each_source_have_their_own_cost() -> None:
     """Ten times as many looked-up tokens do not make a model's token cheap, nor count its times as outliers."""
-    auto = AdaptiveDraftLength()
+    auto = auto_with(*DraftSource)
     for _ in range(200):
         for _ in range(10):
-            auto.controller.drafted(1, 1e-5, is_lookup=True)
+            auto.controller.drafted(1, 1e-5, DraftSource.LOOKUP)
         auto.controller.drafted(1, 0.05)
-        auto.controller.decided([*copied(3, 10), 0.1], 11, drafted=11, seconds=0.1)
+        work = {DraftSource.LOOKUP: Drafted(10, 1e-4), DraftSource.MODEL: Drafted(1, 0.05)}
+        auto.controller.decided([*copied(3, 10), 0.1], 11, drafted=work, seconds=0.1)
     times = auto.controller.times
-    assert times.draft_seconds_of(is_lookup=False) == pytest.approx(0.05)
-    assert times.draft_seconds_of(is_lookup=True) == pytest.approx(1e-5)
-    assert times.draft_seconds == pytest.approx((0.05 + 1e-4) / 11, rel=0.2)
-    assert auto.controller.token_cost == pytest.approx(12 / 0.15 * 0.05, rel=0.1)
-    assert auto.controller.lookup_token_cost == pytest.approx(12 / 0.15 * 1e-5, rel=0.1)
+    assert times.draft_seconds(DraftSource.MODEL) == pytest.approx(0.05)
+    assert times.draft_seconds(DraftSource.LOOKUP) == pytest.approx(1e-5)
+    assert auto.controller.token_costs[DraftSource.MODEL] == pytest.approx(12 / 0.15 * 0.05, rel=0.1)
+    assert auto.controller.token_costs[DraftSource.LOOKUP] == pytest.approx(12 / 0.15 * 1e-5, rel=0.1)
 
 
 @pytest.mark.parametrize("k", [0, -1, MAX_K + 1, "5", "Auto", 2.0, True, None])

@@ -11,7 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.decoding.draft_length import AdaptiveDraftLength
-from outrider.decoding.speculation_switch import EXPLORATION, MAX_CREDIT, PLAIN_SAMPLES, SpeculationSwitch
+from outrider.decoding.draft_source import DraftSource
+from outrider.decoding.speculation_switch import (
+    EXPLORATION,
+    MAX_CREDIT,
+    PLAIN_SAMPLES,
+    Estimate,
+    Share,
+    SpeculationSwitch,
+)
+from tests.support.drafted import by_model
+
+MODEL, LOOKUP = DraftSource.MODEL, DraftSource.LOOKUP
 
 PROMPT, GENERATION = 50, 200  # tokens
 WARM_UP, MEASURED = 600, 3000  # tokens
@@ -70,9 +81,8 @@ class Simulation:
                 controller.decided(
                     block,
                     accepted,
-                    drafted=len(block),
+                    drafted=by_model(len(block), draft_s),
                     seconds=None if is_first else verdict_s,
-                    draft_seconds=draft_s,
                 )
                 self.tokens += accepted + 1
             else:
@@ -163,32 +173,106 @@ def test_whatever_is_estimated_the_loss_is_a_share_of_the_time_and_a_constant(
     switch = learnt(throughput)
     lost = plain = 0.0
     for tokens, seconds in rounds:
-        switch.update_estimate(throughput, 1.0, 1.0)
+        estimate(switch, throughput, 1.0)
         while not switch.should_speculate(0) and plain < 1000:
             switch.decoded_plain(1.0)
             plain += 1.0
         if plain >= 1000:
             break
-        switch.speculated(tokens, seconds)
+        switch.speculated({MODEL: Share(tokens, seconds)})
         lost += seconds - tokens
     assert lost <= EXPLORATION * plain + MAX_CREDIT + 8.0
+
+
+def estimate(switch: SpeculationSwitch, throughput: float, round_tokens: float = 2.0, verdict_s: float = 1.0) -> None:
+    """Update the switch with an estimate of the model's rounds."""
+    switch.update_estimates({MODEL: Estimate(throughput, round_tokens)}, throughput, verdict_s)
+
+
+@given(
+    rounds=st.lists(
+        st.tuples(st.sampled_from(DraftSource), st.integers(1, 9), st.floats(0.1, 8.0)), min_size=1, max_size=200
+    ),
+    throughputs=st.tuples(st.floats(0.1, 10.0), st.floats(0.1, 10.0)),
+)
+def test_two_sources_together_lose_no_more(
+    rounds: list[tuple[DraftSource, int, float]], throughputs: tuple[float, float]
+) -> None:
+    """Each may be in debt, and they share the exploration. The time of one source is exploration of the other."""
+    switch = SpeculationSwitch(DraftSource)
+    estimates = {source: Estimate(rate, 2.0) for source, rate in zip(DraftSource, throughputs, strict=True)}
+    lost = seconds = 0.0
+    for source, tokens, taken in rounds:
+        switch.update_estimates(estimates, max(*throughputs, 1.0), 1.0)
+        while not switch.should_speculate(0, source) and seconds < 2000:
+            switch.decoded_plain(1.0)
+            seconds += 1.0
+        if seconds >= 2000:
+            break
+        switch.speculated({source: Share(tokens, taken)})
+        lost += taken - tokens
+        seconds += taken
+    assert lost <= EXPLORATION * seconds + 2 * (MAX_CREDIT + 8.0)
+
+
+@pytest.mark.parametrize(("throughput", "pays"), [(1.2, True), (2.0, False)])
+def test_a_source_must_not_slow_the_other_one(throughput: float, pays: bool) -> None:
+    """Rounds of 2 tokens in 1.8 s beat plain decoding. At 2 tokens per second of both, 0.8 s are worth more than 1."""
+    switch = SpeculationSwitch(DraftSource)
+    estimates = {MODEL: Estimate(2.0 / 1.8, 2.0), LOOKUP: Estimate(4.0, 4.0)}
+    for _ in range(2):
+        switch.update_estimates(estimates, throughput, 1.0)
+        while switch.needs_sample:
+            switch.decoded_plain(1.0)
+    assert switch.should_speculate(0, MODEL) is pays
+    assert switch.should_speculate(0, LOOKUP)
+
+
+def test_one_source_may_be_off_while_the_other_drafts() -> None:
+    switch = SpeculationSwitch(DraftSource)
+    for throughputs in ((0.5, 2.0), (2.0, 0.5)):
+        estimates = {source: Estimate(rate, 2.0) for source, rate in zip((MODEL, LOOKUP), throughputs, strict=True)}
+        for _ in range(2):
+            switch.update_estimates(estimates, 2.0, 1.0)
+            while switch.needs_sample:
+                switch.decoded_plain(1.0)
+        decisions = [switch.should_speculate(0, source) for source in (MODEL, LOOKUP)]
+        assert decisions == [rate > 1.0 for rate in throughputs]
+
+
+def test_the_time_of_one_source_lets_the_other_explore() -> None:
+    switch = SpeculationSwitch(DraftSource)
+    estimates = {MODEL: Estimate(0.5, 2.0), LOOKUP: Estimate(2.0, 2.0)}
+    switch.update_estimates(estimates, 2.0, 1.0)
+    for _ in range(PLAIN_SAMPLES):
+        switch.decoded_plain(1.0)
+    switch.update_estimates(estimates, 2.0, 1.0)
+    assert not switch.should_speculate(0, MODEL)
+    seconds = 0.0
+    while not switch.should_speculate(0, MODEL) and seconds < 10_000:
+        switch.speculated({LOOKUP: Share(2, 1.0)})
+        if switch.needs_sample:
+            switch.decoded_plain(1.0)
+        seconds += 1.0
+    price = switch.accounts[MODEL].round_loss
+    assert price * 100 - 4 <= seconds <= price * 100
 
 
 def learnt(throughput: float, plain: float = 1.0, credit: int = 0) -> SpeculationSwitch:
     """Return a switch after `credit` seconds of gains, and an estimate."""
     switch = SpeculationSwitch()
-    switch.update_estimate(throughput, 2.0, 1.0)
+    estimate(switch, throughput)
     for _ in range(PLAIN_SAMPLES):
         switch.decoded_plain(plain)
-    switch.update_estimate(throughput, 2.0, 1.0)
-    switch.budget = float(credit)
+    estimate(switch, throughput)
+    switch.accounts[MODEL].budget = float(credit)
     return switch
 
 
 def test_plain_tokens_are_timed_first() -> None:
     switch = SpeculationSwitch()
     assert switch.should_speculate(50)
-    switch.update_estimate(5.0, 2.0, 0.5)
+    estimate(switch, 5.0, verdict_s=0.5)
     assert switch.needs_sample
     assert not switch.should_speculate(0)
     switch.decoded_plain(None)
@@ -199,8 +283,8 @@ def test_the_first_samples_wait_while_speculation_is_clearly_faster() -> None:
     """Four times as fast as a verdict. One plain token and two samples lose 0.75 s each, 1 % of 225 s."""
     switch, seconds = SpeculationSwitch(), 0.0
     while not switch.needs_sample:
-        switch.update_estimate(4.0, 2.0, 1.0)
-        switch.speculated(4, 1.0)
+        estimate(switch, 4.0)
+        switch.speculated({MODEL: Share(4, 1.0)})
         seconds += 1.0
     assert seconds == 226.0
 
@@ -208,17 +292,17 @@ def test_the_first_samples_wait_while_speculation_is_clearly_faster() -> None:
 @pytest.mark.parametrize(("throughput", "pays"), [(1.01, True), (0.99, False)])
 def test_the_faster_way_is_taken(throughput: float, pays: bool) -> None:
     switch = learnt(throughput)
-    assert switch.pays is switch.should_speculate(0) is pays
+    assert switch.accounts[MODEL].pays is switch.should_speculate(0) is pays
 
 
 def test_a_probe_waits_until_the_budget_covers_its_round_and_its_reading() -> None:
     """A round of 2 tokens loses 2 s, and the drafter reads 10 tokens per second."""
     switch = learnt(0.5)
     switch.read(100, 10.0)
-    switch.budget = 2.0
+    switch.accounts[MODEL].budget = 2.0
     assert switch.should_speculate(0)
     assert not switch.should_speculate(1)
-    switch.budget = 2.0 + 2 * 5.0
+    switch.accounts[MODEL].budget = 2.0 + 2 * 5.0
     assert switch.should_speculate(50)
 
 
@@ -229,7 +313,7 @@ def test_a_long_prompt_is_read_only_if_the_generations_are_long_enough() -> None
         switch.read(1000, 100.0)
         for _ in range(60):
             switch.begin_generation()
-            switch.speculated(tokens, tokens / 2)
+            switch.speculated({MODEL: Share(tokens, tokens / 2)})
     assert not short.should_speculate(1000)
     assert long.should_speculate(1000)
 
@@ -238,17 +322,17 @@ def test_rounds_that_lose_end_speculation_though_it_seems_to_pay() -> None:
     switch = learnt(2.0)
     for _ in range(int(MAX_CREDIT)):
         assert switch.should_speculate(0)
-        switch.speculated(1, 2.0)
-    switch.speculated(1, 2.0)
-    assert switch.pays
+        switch.speculated({MODEL: Share(1, 2.0)})
+    switch.speculated({MODEL: Share(1, 2.0)})
+    assert switch.accounts[MODEL].pays
     assert not switch.should_speculate(0)
 
 
 def test_gains_are_kept_up_to_a_limit() -> None:
     switch = learnt(2.0)
     for _ in range(100):
-        switch.speculated(4, 1.0)
-    assert switch.budget == MAX_CREDIT
+        switch.speculated({MODEL: Share(4, 1.0)})
+    assert switch.accounts[MODEL].budget == MAX_CREDIT
 
 
 def test_the_time_of_a_plain_token_is_measured_again_while_speculation_pays() -> None:
@@ -256,9 +340,9 @@ def test_the_time_of_a_plain_token_is_measured_again_while_speculation_pays() ->
     switch = learnt(2.0)
     seconds = 0.0
     while not switch.needs_sample:
-        switch.speculated(2, 1.0)
+        switch.speculated({MODEL: Share(2, 1.0)})
         seconds += 1.0
-        switch.update_estimate(2.0, 2.0, 1.0)
+        estimate(switch, 2.0)
     assert seconds == 150.0
 
 
@@ -267,8 +351,8 @@ def test_a_plain_token_of_unknown_time_does_not_put_off_the_next_sample() -> Non
     switch = learnt(2.0)
     seconds = 0.0
     while not switch.needs_sample:
-        switch.speculated(2, 1.0)
+        switch.speculated({MODEL: Share(2, 1.0)})
         switch.decoded_plain(None)
         seconds += 1.0
-        switch.update_estimate(2.0, 2.0, 1.0)
+        estimate(switch, 2.0)
     assert seconds == 150.0

@@ -15,6 +15,7 @@ from outrider import SpeculativeDecoder, connect, local
 from outrider.decoding.actions import Plan, Proposal
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.draft_length import AdaptiveDraftLength, ConfidenceStop
+from outrider.decoding.draft_source import DraftSource
 from outrider.decoding.gate import Gate, Signals
 from outrider.decoding.gate_parsing import gate
 from outrider.decoding.speculation_switch import SpeculationSwitch
@@ -91,7 +92,7 @@ def test_no_clock_decides_on_an_output_that_depends_on_the_cut(modes: dict[str, 
             yield decoder.generate(PROMPT, max_new_tokens=50, temperature=1.0, seed=seed).token_ids
         assert decoder.draft_length is not None
         assert decoder.draft_length.controller is not None
-        assert decoder.draft_length.controller.token_cost is None
+        assert decoder.draft_length.controller.token_costs == {}
 
     first, again, _, last = outputs()
     assert first == again == last
@@ -186,9 +187,9 @@ def play(decoder: Decoder, waits: list[float], *, step: float = 0.01) -> None:
 def test_the_time_of_the_prompt_is_no_pace() -> None:
     decoder, auto = start()
     play(decoder, [5.0, 0.1, 0.1])
-    assert auto.controller.times.draft_seconds == pytest.approx(0.01)
+    assert auto.controller.times.draft_seconds() == pytest.approx(0.01)
     assert auto.controller.times.fixed(0.0) == pytest.approx(0.1)
-    assert auto.controller.acceptance.mean > 0.7
+    assert auto.controller.acceptance.rate_of(DraftSource.MODEL) > 0.7
 
 
 def test_the_first_draft_of_each_source_is_not_timed() -> None:
@@ -202,9 +203,8 @@ def test_the_first_draft_of_each_source_is_not_timed() -> None:
         observer.record_draft(proposals, began)
         decoder.drafted(proposals)
     times = auto.controller.times
-    assert times.draft_seconds_of(is_lookup=True) == pytest.approx(0.001)
-    assert times.draft_seconds_of(is_lookup=False) == pytest.approx(0.2)
-    assert times.draft_seconds == pytest.approx(0.202 / 3, rel=0.05)
+    assert times.draft_seconds(DraftSource.LOOKUP) == pytest.approx(0.001)
+    assert times.draft_seconds(DraftSource.MODEL) == pytest.approx(0.2)
 
 
 def test_learned_costs_outlive_the_generation() -> None:
@@ -214,7 +214,7 @@ def test_learned_costs_outlive_the_generation() -> None:
     decoder.generate(PROMPT, max_new_tokens=40)
     assert decoder.draft_length is not None
     assert decoder.draft_length.controller is not None
-    assert decoder.draft_length.controller.token_cost is not None
+    assert decoder.draft_length.controller.token_costs
 
 
 @pytest.mark.parametrize(("spec", "accept"), [("entropy:9", "exact"), ("always", "rank:3")])
@@ -225,4 +225,5 @@ def test_nothing_is_told_where_the_cut_matters(spec: str, accept: str) -> None:
         observer.record_draft([Proposal(7)], 0.0)
     observer.record_verdict(Verdict(2, 0, 1), 0.0)
     assert not auto.controller.times.is_ready
-    assert auto.controller.acceptance.mean == AdaptiveDraftLength().controller.acceptance.mean
+    rates = [auto.controller.acceptance.rate_of(source) for source in DraftSource]
+    assert rates == [AdaptiveDraftLength().controller.acceptance.rate_of(source) for source in DraftSource]

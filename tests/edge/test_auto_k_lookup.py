@@ -9,18 +9,25 @@ from typing import Any
 import pytest
 
 from outrider.decoding.actions import Draft, Plan, Proposal, Verify
+from outrider.decoding.adaptive_draft_length import DraftLengthController
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.draft_length import AdaptiveDraftLength
+from outrider.decoding.draft_source import DraftSource
 from outrider.decoding.gate import Always, Signals
 from outrider.decoding.speculation_switch import SpeculationSwitch
 from outrider.decoding.stopping import StopRules
 from outrider.edge.round_observer import RoundObserver
 from outrider.planning.virtual_time import Clock, InFlight, run_driver
 from outrider.sampling.acceptance import Exact, Verdict
+from tests.support.drafted import by_model
 
 RIGHT, WRONG, BONUS = 1, 2, 3
 PROMPT, GENERATION, MATCH = 50, 200, 3  # tokens
 LOOKUP_S = 1e-6
+
+
+def auto_with(*sources: DraftSource) -> AdaptiveDraftLength:
+    return AdaptiveDraftLength(DraftLengthController(sources))
 
 
 @dataclass
@@ -37,11 +44,11 @@ class Simulation:
     draft_s: float = 0.0
     read_s: float = 0.0
     clock: Clock = field(default_factory=Clock)
-    auto: AdaptiveDraftLength = field(default_factory=AdaptiveDraftLength)
     looked_up: int = 0
     drafted: int = 0
 
     def __post_init__(self) -> None:
+        self.auto = auto_with(DraftSource.LOOKUP, *[DraftSource.MODEL] * bool(self.draft_s))
         self._rng = random.Random(1)
         self._read = self._round = self._copied_to = 0
 
@@ -64,7 +71,7 @@ class Simulation:
             self._copied_to = len(ids) + 1
             self.looked_up += 1
             return [Proposal(token, match_length=MATCH)]
-        if not self.draft_s:
+        if not self.draft_s or action.lookup_only:
             return []
         self.clock.spend(self.draft_s + self.read_s * max(len(ids) - 1 - self._read, 0))
         self._read = len(ids)
@@ -127,7 +134,7 @@ def test_tokens_without_a_match_are_samples_of_plain_decoding() -> None:
 
 
 def start() -> tuple[Decoder, AdaptiveDraftLength]:
-    auto = AdaptiveDraftLength()
+    auto = auto_with(*DraftSource)
     plan = Plan(StopRules(100, ()), Always(), Exact(), auto, has_verifier=True, on_loop="ignore")
     return Decoder([0] * PROMPT, plan), auto
 
@@ -153,12 +160,36 @@ def test_a_model_has_not_read_what_lookup_has_read() -> None:
     assert decoder.unread_length == 0
 
 
+def test_a_switched_off_model_must_read_what_lookup_drafts() -> None:
+    decoder, auto = start()
+    switch = auto.controller.switch
+    switch.plain_seconds, switch.accounts[DraftSource.MODEL].budget = 1.0, -100.0
+    action = decoder.next()
+    assert isinstance(action, Draft)
+    assert action.lookup_only
+    decoder.drafted([Proposal(RIGHT, match_length=MATCH)])
+    decide(decoder, 1)
+    assert decoder.unread_length == PROMPT + 1, "one looked-up token, of which the bonus token is the last"
+    switch.accounts[DraftSource.MODEL].budget = 0.0
+    assert decoder.next() == Draft(1)
+
+
+@pytest.mark.parametrize("sources", [(DraftSource.MODEL,), (DraftSource.LOOKUP,)])
+def test_without_the_other_source_nothing_is_asked_of_it(sources: tuple[DraftSource, ...]) -> None:
+    auto = auto_with(*sources)
+    for budget in (0.0, -100.0):
+        auto.controller.switch.plain_seconds = 1.0
+        auto.controller.switch.accounts[sources[0]].budget = budget
+        assert auto.tokens_to_draft(0, []) == (budget == 0.0)
+        assert auto.allows_model(0, []) is (sources == (DraftSource.MODEL,))
+
+
 def test_the_prompt_is_read_by_the_model_and_in_no_time_by_lookup() -> None:
     decoder, auto = start()
     now = [0.0]
     observer = RoundObserver(decoder, lambda: now[0])
     read: list[tuple[int, float]] = []
-    auto.controller.switch.read = lambda tokens, seconds: read.append((tokens, seconds))  # type: ignore[method-assign]
+    auto.controller.switch.read = lambda tokens, seconds, *_: read.append((tokens, seconds))  # type: ignore[method-assign]
     steps: list[tuple[Any, float]] = [(MATCH, 0.5), (0, 9.0), (0, 0.2)]
     for match_length, seconds in steps:
         began, now[0] = now[0], now[0] + seconds
@@ -166,7 +197,7 @@ def test_the_prompt_is_read_by_the_model_and_in_no_time_by_lookup() -> None:
         observer.record_draft(proposals, began)
         decoder.drafted(proposals)
     assert read == [(PROMPT - 1, 9.0)]
-    assert auto.controller.times.draft_seconds_of(is_lookup=False) == pytest.approx(0.2)
+    assert auto.controller.times.draft_seconds(DraftSource.MODEL) == pytest.approx(0.2)
 
 
 def test_tokens_without_a_match_lower_the_throughput_that_a_draft_costs() -> None:
@@ -176,8 +207,7 @@ def test_tokens_without_a_match_lower_the_throughput_that_a_draft_costs() -> Non
         controller = AdaptiveDraftLength().controller
         for _ in range(400):
             controller.drafted(4, 0.04)
-            controller.decided([0.1] * 4, 4, drafted=4, seconds=0.46, draft_seconds=0.04)
+            controller.decided([0.1] * 4, 4, drafted=by_model(4, 0.04), seconds=0.46)
             controller.decoded_plain(1.0, is_unmatched=unmatched)
-        assert controller.token_cost is not None
-        costs.append(controller.token_cost)
+        costs.append(controller.token_costs[DraftSource.MODEL])
     assert costs == pytest.approx([5 / 0.5 * 0.01, 6 / 1.5 * 0.01], rel=0.02)

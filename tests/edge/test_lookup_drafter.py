@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.config import GenerationSettings
+from outrider.decoding.acceptance_model import AcceptanceModel
 from outrider.decoding.actions import Draft
-from outrider.decoding.adaptive_draft_length import AcceptanceModel
 from outrider.decoding.ngram_index import NgramIndex
 from outrider.edge.drafter import Drafter
 from outrider.edge.lookup_drafter import CombinedDrafter, LookupDrafter
@@ -139,7 +139,7 @@ def test_together_with_a_model_the_source_is_chosen_per_token_or_per_call(per_to
     model = Drafter(
         CachedSequence(engine, Prompt(tuple(prompt)), "drafter"), policy, needs_signals=False, needs_q=False
     )
-    both = CombinedDrafter(model, drafter(), AcceptanceModel(), per_token=per_token)
+    both = CombinedDrafter(model, drafter(), AcceptanceModel().prefers_lookup, per_token=per_token)
     known = [*prompt, 1]
     assert [proposal.token for proposal in both.draft(prompt, Draft(1))] == [1]  # the model's first call
     drafted = block(both, known, 5)
@@ -156,3 +156,14 @@ def test_together_with_a_model_the_source_is_chosen_per_token_or_per_call(per_to
     both.close()
     assert not engine.open_slots
     assert both.seconds > both.prefill_seconds > 0
+
+
+def test_without_the_model_only_matches_are_drafted() -> None:
+    engine = ScriptedEngine(replay(2, [1, 2, 3], 100), 100)
+    policy = Policy.build(GenerationSettings(), (), 100, 2)
+    model = Drafter(CachedSequence(engine, Prompt((7, 8)), "drafter"), policy, needs_signals=False, needs_q=False)
+    both = CombinedDrafter(model, drafter(), lambda _: False, per_token=False)
+    assert both.draft([7, 8], Draft(1, lookup_only=True)) == []
+    assert [proposal.token for proposal in both.draft([7, 8, 7], Draft(1, lookup_only=True))] == [8]
+    assert engine.forwards == 0
+    assert [proposal.token for proposal in both.draft([7, 8], Draft(1))] == [1]

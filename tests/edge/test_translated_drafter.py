@@ -171,6 +171,6 @@ def test_a_slow_draft_is_returned_in_parts_without_drafting_anything_twice(monke
         proposals = tokens(drafter.draft(ids, Draft(12)))
         sizes.append(len(proposals))
         ids += proposals
-    assert ids == ids_in("llama", PROMPT + TEXT)[: len(ids)]
+    assert (PROMPT + TEXT).startswith(trained("llama").decode(ids))  # a part's end may divide a token of the whole text
     assert len(sizes) > 3
     assert edge.fed < len(ids_in("byte level", PROMPT + TEXT)) + 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.engines.torch import kv_cache
-from outrider.engines.torch.extents import Layout, make_room
+from outrider.engines.torch.extents import Layout, Move, make_room
 from outrider.engines.torch.kv_cache import SlotKVCache
 from outrider.errors import StateError
 
@@ -230,6 +231,46 @@ def test_an_extent_grows_in_place_then_moves_then_all_are_packed() -> None:
     assert (moved.extents[0].base, moved.extents[0].size) == (576, 384)
     packed = make_room(Layout(704, moved.without(1).extents | {2: moved.extents[1]}), {0: 110, 2: 400}, [2], 704)
     assert sorted((extent.base, slot) for slot, extent in packed.extents.items()) == [(0, 2), (512, 0)]
+
+
+def test_an_extent_moves_in_place_to_where_another_was() -> None:
+    lengths = {0: 300, 1: 100}
+    old = make_room(Layout(2048, {}), lengths, [0, 1], None)
+    new = make_room(old, {0: 700, 1: 250}, [0, 1], None)
+    assert new.extents[1].base == old.extents[0].base != new.extents[0].base
+    move = Move.between(old, new, lengths.__getitem__)
+    assert move.in_place
+    assert [run.source for run in move.runs] == [old.extents[0].base, old.extents[1].base]
+
+
+@pytest.mark.parametrize(("sessions", "context", "k"), [(128, 1000, 3), (32, 1000, 5), (64, 500, 5), (128, 200, 5)])
+def test_rounds_of_drafts_seldom_copy_the_whole_cache(
+    sessions: int, context: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sessions of equal length grow together, by one to k + 1 tokens a round. Rejected drafts are rolled back."""
+    rng, cache = random.Random(0), SlotKVCache(1)
+    cache.prepare_append([cache.allocate()], [1], CPU)
+    cache.layers[0].update(entries(torch.zeros(1, 1)), entries(torch.zeros(1, 1)))
+    slots = [cache.allocate() for _ in range(sessions)]
+    for slot in slots:
+        cache.reserve([slot], [context])
+        cache.commit_append()
+    copies, between = 0, Move.between
+
+    def count(*args: Any) -> Move:
+        nonlocal copies
+        move = between(*args)
+        copies += not move.in_place
+        return move
+
+    monkeypatch.setattr(Move, "between", count)
+    for _ in range(120):
+        cache.reserve(slots, [k + 1] * sessions)
+        cache.commit_append()
+        for slot in slots:
+            rejected = next((n for n in range(k) if rng.random() < 0.5), k)
+            cache.truncate(slot, cache.lengths[slot] - rejected)
+    assert copies <= 5
 
 
 def test_without_space_to_spare_extents_share_what_is_left() -> None:

@@ -124,6 +124,18 @@ def test_a_step_has_every_short_request_and_one_chunk_of_the_long_ones() -> None
     ]
 
 
+def test_a_batch_that_the_host_can_overlap_with_itself_is_halved() -> None:
+    requests = [Tokens(count, admitted=0.0) for count in (4, 4, 4, 4, 4)]
+    halved: Scheduler[Tokens] = Scheduler(overlap_tokens=16)
+    halved.requests = list(requests)
+    assert halved.plan_step() == [Batch(requests[:3], [4, 4, 4]), Batch(requests[3:], [4, 4])]
+    halved.requests = requests[:4]
+    assert halved.plan_step() == [Batch(requests[:4], [4] * 4)]
+    halved.requests = [Tokens(20, admitted=0.0)]
+    assert len(halved.plan_step()) == 1
+    assert scheduler(*requests).plan_step() == [Batch(requests, [4] * 5)]
+
+
 def test_a_request_in_flight_is_launched_again_unless_another_waits_for_a_slot() -> None:
     flying, other = Tokens(1, admitted=0.0), Tokens(1, admitted=0.0)
     flying.in_flight = 1

@@ -306,6 +306,69 @@ def test_unknown_keywords_are_found_where_they_are() -> None:
     assert find_unknown_keywords({"$schema": "s", "type": "object", "x-guidance": {}}) == []
 
 
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"uniqueItems": False},
+        {"not": False},
+        {"propertyNames": True, "unevaluatedProperties": True, "unevaluatedItems": {}},
+        {"dependentRequired": {}, "dependentSchemas": {}, "dependencies": {}},
+    ],
+)
+def test_a_keyword_that_constrains_nothing_is_accepted(keywords: Any) -> None:
+    """Here and in all kinds of parts. In a value, the same keys are data."""
+    part = {"type": "array", "items": INTEGER, **keywords}
+    for schema in (
+        {"type": "object", "properties": {"a": part}, "required": ["a"], **keywords},
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"], "$defs": {"a": part}},
+        {"type": "object", "properties": {"a": {"anyOf": [part, {"type": "null"}]}}, "required": ["a"]},
+        {"const": {"a": [1, 1]}, **keywords},
+    ):
+        for grammar in (Grammar.json_schema(schema), Grammar("lark", f"start: %json {json.dumps(schema)}")):
+            assert accepts(grammar, '{"a":[1,1]}')
+            assert not accepts(grammar, '{"a":["x"]}')
+    assert accepts(Grammar.json_schema({"const": {"uniqueItems": False}}), '{"uniqueItems":false}')
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"uniqueItems": True},
+        {"uniqueItems": 0},
+        {"not": {}},
+        {"contains": {}, "minContains": 0},
+        {"if": {}, "then": {}},
+        {"dependentRequired": {"a": ["b"]}},
+        {"unevaluatedProperties": False},
+    ],
+)
+def test_keywords_that_constrain_are_named(keywords: Any) -> None:
+    schema = {"properties": {"fine": {"uniqueItems": False}, "bad": keywords}}
+    error = refused(schema)
+    assert (error.place, error.reason) == ("properties.bad", f"not supported: {', '.join(keywords)}")
+
+
+COUNTED = {"Length": '"{}"', "Items": "[{}]", "Properties": "{{{}}}"}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("number", [2, 2.0])
+def test_an_integer_may_be_written_with_a_zero_fraction(name: str, number: float) -> None:
+    grammar = Grammar.json_schema({"required": ["a"], f"max{name}": number, f"min{name}": number})
+    lark = Grammar("lark", f"start: %json {json.dumps({'allOf': [json.loads(grammar.text)]})}")
+    for count in (1, 2, 3):
+        parts = {"Length": "abc"[:count], "Items": ",".join("123"[:count])}
+        parts["Properties"] = ",".join(f'"{key}":1' for key in "abc"[:count])
+        for each in (grammar, lark):
+            assert accepts(each, COUNTED[name].format(parts[name])) == (count == 2)
+
+
+def test_a_number_with_a_fraction_is_no_count() -> None:
+    error = refused({"properties": {"a": {"minLength": 2.0}, "b": {"minLength": 2.5}}})
+    assert (error.place, error.reason) == ("properties.b", "Expected positive integer for 'minLength', got 2.5")
+    assert refused({"required": ["a"], "minProperties": 9.0}).reason.startswith("minProperties 9 is not supported")
+
+
 # Values -----------------------------------------------------------------------------------------------------
 
 TOO_LARGE = 2**53 + 1

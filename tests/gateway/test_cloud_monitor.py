@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from benchmarks.link_thread import LinkThread
-from outrider import CloudLost, VocabularyMismatch, connect, local, prompt_lookup
+from outrider import CloudLost, SpeculativeDecoder, VocabularyMismatch, connect, local, prompt_lookup
 from outrider.gateway import cloud_monitor as meetings
 from outrider.gateway.cloud_monitor import UNKNOWN_NAME, CloudMonitor
 from outrider.verifiers.base import ModelInfo
+from tests.support.cloud_server import PATIENCE, Served, serving
 from tests.support.cloud_service import SOON
+from tests.support.fake_llm_server import Model, connect_servers, draft_engine, target_engine
+from tests.support.fake_vllm import VllmServer
 from tests.support.fakes import HashRows, ScriptedEngine, ScriptedVerifier
 from tests.support.processes import wait_until
 from tests.support.tokenized_models import model_of
@@ -69,6 +75,97 @@ def test_an_incompatible_cloud_is_reported() -> None:
         meeting.wait(SOON)
     assert meeting.name == UNKNOWN_NAME
     meeting.close()
+
+
+@pytest.fixture
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    for delay in ("CHECK_INTERVAL_S", "RETRY_DELAY_S", "REFUSED_DELAY_S"):
+        monkeypatch.setattr(meetings, delay, 0.02, raising=False)
+
+
+class OtherWeights(ScriptedEngine):
+    identity = "other weights"
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("_often")
+@pytest.mark.parametrize("other", [OtherWeights(HashRows(2, V), V), ScriptedEngine(HashRows(1, 300), 300)])
+def test_another_model_behind_the_address_is_reported_until_the_first_one_is_back(other: ScriptedEngine) -> None:
+    first = engine()
+    with serving(first) as served:
+        verifier: Any = connect(f"grpc://{served.address}", patience=PATIENCE)
+        with closing(CloudMonitor(engine(), verifier, [("127.0.0.1", served.port)])) as monitor:
+            assert monitor.wait(SOON)
+            assert monitor.trouble is None
+            for _ in range(2):
+                replace_engine(served, other)
+                wait_until(lambda: "another model than" in (monitor.trouble or ""))
+                replace_engine(served, first)
+                wait_until(lambda: monitor.trouble is None)
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("_often")
+def test_a_cloud_that_does_not_fit_may_be_replaced_by_one_that_does() -> None:
+    other = ScriptedEngine(HashRows(1, 300), 300)
+    with serving(other) as served:
+        reached: Any = [connect(f"grpc://{served.address}", patience=PATIENCE) for _ in range(2)]
+        decoder = SpeculativeDecoder(engine(), reached[0], lazy=True)
+        with reached[0], closing(CloudMonitor(engine(), reached[1])) as monitor:
+            with pytest.raises(VocabularyMismatch):
+                monitor.wait(SOON)
+            with pytest.raises(VocabularyMismatch):
+                decoder.generate([1, 2, 3], max_new_tokens=3)
+            assert monitor.trouble
+            replace_engine(served, engine())
+            wait_until(lambda: monitor.trouble is None)
+            assert decoder.generate([1, 2, 3], max_new_tokens=3).guarantee == "exact"
+
+
+def replace_engine(served: Served, engine: ScriptedEngine) -> None:
+    served.service.engine = engine
+    served.restart()
+
+
+class Bounded(Late):
+    """A verifier with a window of 64 positions."""
+
+    def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
+        return replace(super().describe(edge), max_length=64)
+
+
+@pytest.mark.parametrize(("edge", "both"), [(32, 32), (64, 64), (128, 64), (None, 64)])
+def test_the_window_is_the_smaller_one_once_the_cloud_is_known(edge: int | None, both: int) -> None:
+    drafter = engine()
+    drafter.max_length = edge
+    with closing(CloudMonitor(drafter, Bounded(2))) as monitor:
+        assert not monitor.wait(SOON)
+        assert monitor.max_length == edge
+    with closing(CloudMonitor(drafter, Bounded(1))) as monitor:
+        assert monitor.wait(SOON)
+        assert monitor.max_length == both
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("_often")
+@pytest.mark.parametrize("change", ["name", "length", "weights"])
+def test_another_model_on_a_vllm_server_is_reported_until_the_first_one_is_back(change: str) -> None:
+    first = Model(target_engine())
+    others = {
+        "name": {"name": "another"},
+        "length": {"length": 256},
+        "weights": {"model": Model(target_engine(seed=3))},
+    }
+    with VllmServer(first, max_logprobs=-1) as server, connect_servers(server) as verifier:
+        before = {"name": server.name, "length": server.length, "model": first}
+        with closing(CloudMonitor(draft_engine(), verifier, [("127.0.0.1", server.port)])) as monitor:
+            assert monitor.wait(SOON)
+            assert monitor.trouble is None
+            for values, reason in ((others[change], "serves "), (before, "None")):
+                server.stop()
+                vars(server).update(values)
+                server.start()
+                wait_until(lambda reason=reason: reason in str(monitor.trouble))
 
 
 def test_a_cloud_with_another_tokenizer_is_compatible_if_its_tokenizer_is_known() -> None:

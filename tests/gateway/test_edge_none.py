@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import fields
 from typing import Any
 
 import httpx2
 import openai
 import pytest
+from pydantic import TypeAdapter
 
 from outrider import Grammar, SpeculativeDecoder, local, prompt_lookup
 from outrider.cli.edge import Serving, run_edge
 from outrider.cli.options import Models, Network, Pair, Speculation
 from outrider.errors import CloudLost, ModelError, SettingsError
+from outrider.gateway import response_schema
+from outrider.gateway.app import build_overview
 from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
+from outrider.gateway.defaults import Defaults
 from outrider.prompts.chat import encode
 from tests.support import tool_templates
 from tests.support.cloud_server import Served, serving
 from tests.support.gateway_pair import demo_cloud
 from tests.support.gateway_process import audio_request, running_gateway
+from tests.support.processes import wait_until
 from tests.support.tiny_models import byte_tokenizer, tiny_engine
 
 EOS = 3
@@ -107,12 +113,33 @@ def test_completions_and_tokenize_need_no_edge_model(client: openai.OpenAI, url:
     reply: Any = client.completions.create(model="outrider", prompt="Hello", max_tokens=LENGTH, logprobs=1)
     assert reply.choices[0].text == result.text
     assert len(reply.choices[0].logprobs.tokens) == len(result.token_ids)
-    tokens = httpx2.post(f"{url}/tokenize", json={"messages": MESSAGES}).json()["tokens"]
-    assert tokens == list(encode(engine, MESSAGES).ids)
+    tokenized = httpx2.post(f"{url}/tokenize", json={"messages": MESSAGES}).json()
+    assert tokenized["tokens"] == list(encode(engine, MESSAGES).ids)
+    assert tokenized["max_model_len"] == 512
     overview = httpx2.get(f"{url}/v1/outrider").json()
     assert (overview["edge"], overview["drafter"]) == ("none", "none")
     assert overview["cloud"].startswith(engine.name)
     assert overview["defaults"]["way"] == "cloud-only"
+    assert {"gate", "k", "accept", "scope", "driver"}.isdisjoint(overview["defaults"])
+    TypeAdapter(response_schema.Overview).validate_python(overview)
+
+
+@pytest.mark.network
+def test_health_reports_another_model_in_the_cloud(
+    client: openai.OpenAI, url: str, served: Served, engine: Any
+) -> None:
+    create(client)
+    for other, status in ((tiny_engine("qwen2", 4, vocab=300), "degraded"), (engine, "ok")):
+        served.service.engine = other
+        served.restart()
+        health = wait_until(
+            lambda status=status: (found := httpx2.get(f"{url}/health").json())["status"] == status and found
+        )
+        assert ("another model" in str(health["reason"])) == (status == "degraded")
+        if status == "degraded":
+            with pytest.raises(openai.InternalServerError):
+                create(client)
+    create(client)
 
 
 @pytest.mark.network
@@ -169,6 +196,20 @@ def test_a_cloud_that_is_away_or_cannot_serve_texts_alone_ends_the_start() -> No
         run_edge("127.0.0.1:0", Pair(Models("none", f"grpc://{bare.address}")), Serving())
     with serving(demo_cloud()) as audio, pytest.raises(ModelError, match="only captions recordings: give --edge MODEL"):
         run_edge("127.0.0.1:0", Pair(Models("none", f"grpc://{audio.address}")), Serving())
+
+
+@pytest.mark.parametrize(
+    ("way", "missing"),
+    [
+        ("speculative", set()),
+        ("cloud-only", {"gate", "k", "accept", "scope", "driver"}),
+        ("edge-only", {"gate", "accept", "scope", "driver", "on_cloud_loss", "privacy", "net"}),
+    ],
+)
+def test_the_overview_lists_the_defaults_that_apply(way: Any, missing: set[str]) -> None:
+    listed = build_overview(Defaults(RequestOptions(way)), "a cloud", 8)["defaults"]
+    assert {each.name for each in fields(RequestOptions)} - listed.keys() == missing
+    assert listed["way"] == way
 
 
 def test_a_pool_without_a_drafter_decodes_cloud_only() -> None:

@@ -22,6 +22,22 @@ def test_what_a_client_sends_is_read_unchanged(data: bytes, text: str) -> None:
     assert fields == {"file": FormField(data, True), "language": FormField(text.encode(), False)}
 
 
+@pytest.mark.parametrize(
+    ("more", "is_file"),
+    [
+        (b'; filename="a.wav"', True),
+        (b"; filename=a.wav", True),
+        (b"; filename*=UTF-8''%C3%A4.wav", True),
+        (b'; FileName = "a.wav"', True),
+        (b'; filename=""', True),
+        (b"", False),
+        (b'; title="a; filename=b"', False),
+    ],
+)
+def test_a_field_with_a_file_name_is_a_file(more: bytes, is_file: bool) -> None:
+    assert parse_form(PART.replace(b'"a"', b'"a"' + more) + b"--b--", KIND) == {"a": FormField(b"1", is_file)}
+
+
 PART = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n'
 BAD = {
     "no boundary": (PART + b"--b--", "multipart/form-data", "has no boundary"),

@@ -167,6 +167,18 @@ def test_what_cannot_work_is_disabled_and_says_why(page: Page, server: StandIn) 
     assert (asked["way"], asked["gate"]) == ("edge-only", "always")
 
 
+def test_without_an_edge_the_options_of_drafting_are_empty_and_say_why(page: Page, server: StandIn) -> None:
+    play(page, server, Script([tokens(*text(["alone"])), ended()], edge="none"))
+    wait(page, "Done")
+    assert page.evaluate("['gate', 'k', 'driver', 'compare'].every(id => document.getElementById(id).disabled)")
+    reasons = page.evaluate("[...document.querySelectorAll('.reason:not([hidden])')].map(one => one.textContent)")
+    assert "This gateway was started without an edge model: the cloud writes alone." in reasons
+    assert "These are about edge and cloud together, which this gateway cannot run." in reasons
+    asked = server.script.asked[0]["outrider"]
+    assert (asked["way"], asked["net"], "k" in asked) == ("cloud-only", "none", False)
+    assert faults(page) == []
+
+
 def test_the_line_is_red_while_the_gateway_says_that_the_cloud_is_away(page: Page, server: StandIn) -> None:
     play(page, server, Script([tokens(*text(["in"])), ended()], trouble="the cloud process ended"))
     page.until("document.getElementById('path').dataset.state === 'away'")

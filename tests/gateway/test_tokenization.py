@@ -27,7 +27,7 @@ ASKED = [{"role": "user", "content": "Hi 社"}]
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with serving(engine=MODEL, defaults=Defaults(tools=ToolSupport(HERMES))) as found:
+    with serving(engine=MODEL, defaults=Defaults(tools=ToolSupport(HERMES)), max_length=512) as found:
         yield found
 
 
@@ -41,7 +41,7 @@ def test_a_text_and_its_tokens(running: Running) -> None:
     expected = MODEL.tokenizer(text)["input_ids"]
     assert found == {
         "count": len(expected),
-        "max_model_len": None,
+        "max_model_len": 512,
         "tokens": expected,
         "token_strs": MODEL.tokenizer.convert_ids_to_tokens(expected),
     }
@@ -80,7 +80,7 @@ def test_refusals_name_the_field(running: Running, path: str, body: dict[str, An
 
 def test_an_echoed_prompt_of_ids_is_decoded() -> None:
     ids = MODEL.tokenizer("Hi 社")["input_ids"]
-    with serving(engine=MODEL, defaults=Defaults(decode=Tokenization(MODEL).decode)) as running:
+    with serving(engine=MODEL, defaults=Defaults(decode=Tokenization(MODEL, lambda: None).decode)) as running:
         found = post(running, "/v1/completions", model="outrider", prompt=ids, echo=True)
         assert found["choices"][0]["text"] == "Hi 社a b c"
         refused = post(running, "/v1/completions", model="outrider", prompt=[10**6], echo=True)

@@ -100,8 +100,6 @@ MALFORMED = (
     '<tool_call>\n{"name": 5, "arguments": {}}\n</tool_call>',
     '<tool_call>\n{"name": "f", "name": "g", "arguments": {}}\n</tool_call>',
     "<tool_call>\n{name: f}\n</tool_call>",
-    '<tool_call>\n{"name": "f"',
-    '<tool_call>\n{"name": "f", "arguments": ',
     "<tool_call>\nf()\n</tool_call>",
     "<tool_call>\n{]</tool_call>",
 )
@@ -113,7 +111,60 @@ def test_a_malformed_call_is_text_in_full(output: str, whole: bool) -> None:
     for pieces in ([output], list(output)):
         found, parser = parse(HERMES, ["Well. ", *pieces], whole=whole)
         assert found == ["Well. " + output]
-        assert parser.malformed == 1
+        assert (parser.malformed, parser.cut_off) == (1, 0)
+
+
+CUT_OFF = (
+    (HERMES, "<tool_call>"),
+    (HERMES, "<tool_call>\n"),
+    (HERMES, "<tool_call>\n{"),
+    (HERMES, '<tool_call>\n{"na'),
+    (HERMES, '<tool_call>\n{"name": "f"'),
+    (HERMES, '<tool_call>\n{"name": "f", "arguments": '),
+    (MISTRAL, "[TOOL_CALLS] ["),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "f", "arg'),
+    (LLAMA, '<|python_tag|>{"name": "f", "param'),
+)
+
+
+@pytest.mark.parametrize(("syntax", "output"), CUT_OFF)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_call_that_the_end_cuts_off_is_text_in_full(syntax: ToolSyntax, output: str, whole: bool) -> None:
+    for pieces in ([output], list(output)):
+        found, parser = parse(syntax, ["Well. ", *pieces], whole=whole)
+        assert found == ["Well. " + output]
+        assert (parser.malformed, parser.cut_off) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("output", "syntax", "rest"),
+    [
+        ('<tool_call>{"name": "f"}</tool_call>\n<tool_call>\n{"na', HERMES, '\n<tool_call>\n{"na'),
+        ('<tool_call>{"name": "f"}</tool_call>\n<tool_call>', HERMES, "\n<tool_call>"),
+        ('[TOOL_CALLS] [{"name": "f"}, {"na', MISTRAL, ', {"na'),
+        ('[TOOL_CALLS] [{"name": "f"}, ', MISTRAL, ", "),
+        ('{"name": "f"}; {"name": "g"', LLAMA, '; {"name": "g"'),
+    ],
+)
+def test_a_second_call_that_the_end_cuts_off_is_text(output: str, syntax: ToolSyntax, rest: str) -> None:
+    for whole in (True, False):
+        found, parser = parse(syntax, list(output), whole=whole)
+        assert found == [("f", "{}"), rest]
+        assert (parser.malformed, parser.broken, parser.cut_off) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("closer", ["\n</tool_c", "<", "\n"])
+def test_a_closer_that_the_end_cuts_off_is_no_text(closer: str) -> None:
+    found, parser = parse(HERMES, list('<tool_call>{"name": "f"}' + closer))
+    assert found == [("f", "{}")]
+    assert (parser.malformed, parser.cut_off) == (0, 0)
+
+
+@pytest.mark.parametrize("text", ["Well.", '{"answer": 4', "```json\n", '```json\n{"answer": 4', "<tool_c", " "])
+def test_an_unfinished_text_is_no_call(text: str) -> None:
+    found, parser = parse(HERMES, list(text))
+    assert found == [text]
+    assert (parser.malformed, parser.cut_off) == (0, 0)
 
 
 @pytest.mark.parametrize("rest", [', "b": nope}}\n</tool_call>', ", ]}", ', "b": "', "}, 7: 7}"])

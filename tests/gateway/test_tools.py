@@ -287,6 +287,22 @@ def test_a_call_that_the_length_cuts_off_is_text_or_what_was_sent() -> None:
     assert any("not valid JSON" in warning for warning in chunks[-1].outrider["warnings"])
 
 
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_a_second_call_that_is_cut_off_is_text_with_a_warning_that_says_so(reason: str) -> None:
+    rest = '\n<tool_call>\n{"name": "ti'
+    output = CALLS.partition('\n<tool_call>\n{"name": "time')[0] + rest
+    reply = ask(script(*letters(output), reason=reason))
+    by = "by the token limit" if reason == "length" else "at the end of the output"
+    warning = f"1 tool calls were cut off {by}: they are text of the answer"
+    assert [call.function.name for call in reply.choices[0].message.tool_calls] == ["weather"]
+    assert reply.choices[0].message.content == "I look." + rest
+    assert reply.choices[0].finish_reason == ("length" if reason == "length" else "tool_calls")
+    assert reply.outrider["warnings"] == [warning]
+    deltas, chunks = stream(script(*letters(output), reason=reason))
+    assert assembled(deltas) == ("I look." + rest, [("weather", '{"city": "Rome"}')])
+    assert chunks[-1].outrider["warnings"] == [warning]
+
+
 def test_without_parallel_calls_there_is_one() -> None:
     reply = ask(script(*letters(CALLS)), parallel_tool_calls=False)
     assert [call.function.name for call in reply.choices[0].message.tool_calls] == ["weather"]

@@ -112,6 +112,14 @@ def test_a_missing_file_and_another_model_are_refused(running: Running) -> None:
         create(running, model="whisper-1")
     reply = httpx2.post(f"{running.url}/v1/audio/transcriptions", data={"model": "outrider"}, files={"x": b"1"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x")
+    for text in ("hello", ""):
+        form = {"model": (None, "outrider"), "file": (None, text)}
+        reply = httpx2.post(f"{running.url}/v1/audio/transcriptions", files=form)
+        expected = "file: expected an uploaded file, not a text"
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "file")
+        assert reply.json()["error"]["message"].startswith(expected)
+    reply = httpx2.post(f"{running.url}/v1/audio/transcriptions", files={"model": (None, "outrider")})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "file")
     reply = httpx2.post(f"{running.url}/v1/audio/transcriptions", json={"model": "outrider"})
     assert reply.status_code == 415
 

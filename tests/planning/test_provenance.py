@@ -50,6 +50,8 @@ def test_traces_of_this_pair_are_taken_without_a_word(
     [
         ({"edge": ModelId("demo:cloud", "vocab-1")}, "models.edge.name is 'small' .* and 'demo:cloud'"),
         ({"cloud": ModelId("large", "vocab-2")}, "models.cloud.vocabulary is 'vocab-1' .* and 'vocab-2'"),
+        ({"cloud": replace(CLOUD, quantization="int8")}, "models.cloud.quantization is None .* and 'int8'"),
+        ({"edge": replace(EDGE, quantization="int8")}, "models.edge.quantization is None .* and 'int8'"),
         ({"settings": GenerationSettings(stop=("。",), temperature=0.9)}, "generation.temperature is 0.0 .* and 0.9"),
         ({"settings": GenerationSettings(stop=("。",), sentences=2)}, "generation.sentences is None .* and 2"),
         ({"settings": GenerationSettings()}, r"generation.stop is \['。'\] .* and \[\]"),
@@ -59,9 +61,18 @@ def test_traces_of_another_pair_or_other_settings_are_refused(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     file = folder(tmp_path, about()) / "traces.jsonl"
-    with pytest.raises(SettingsError, match=rf"run\.json: configuration\.{said} was asked for"):
+    with pytest.raises(SettingsError, match=rf"run\.json: configuration\.{said} here"):
         calibrated(file, **changes)
     assert not (tmp_path / "gate.json").exists()
+
+
+def test_traces_of_a_quantized_pair_are_taken_for_that_pair_only(tmp_path: Path) -> None:
+    run = about()
+    run["configuration"]["models"]["cloud"]["quantization"] = "int8"
+    file = folder(tmp_path, run) / "traces.jsonl"
+    assert calibrated(file, cloud=replace(CLOUD, quantization="int8")) == 0
+    with pytest.raises(SettingsError, match=r"quantization is 'int8' .* and None"):
+        calibrated(file)
 
 
 def test_a_seed_is_the_request_s_own_and_traces_are_of_tokens_whatever_the_k(tmp_path: Path) -> None:
@@ -73,7 +84,7 @@ def test_sampled_traces_share_the_noise_of_their_seed(tmp_path: Path) -> None:
     generation = about()["configuration"]["generation"] | {"temperature": 0.8}
     file = folder(tmp_path, about(generation=generation)) / "traces.jsonl"
     sampled = GenerationSettings(stop=("。",), temperature=0.8, seed=9)
-    with pytest.raises(SettingsError, match=r"configuration\.generation\.seed is 4 .* and 9 was asked for"):
+    with pytest.raises(SettingsError, match=r"configuration\.generation\.seed is 4 .* and 9 here"):
         calibrated(file, settings=sampled)
     assert calibrated(file, settings=replace(sampled, seed=4)) == 0
 

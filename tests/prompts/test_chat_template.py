@@ -182,6 +182,52 @@ def test_what_is_no_conversation_is_refused(messages: Any) -> None:
         encode(model(chat_templates.CHATML.replace("m.content", "m.content | string")), messages)
 
 
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"content": "x"}, "it has no role"),
+        ({"role": None, "content": "x"}, "it has no role"),
+        ({"role": 5, "content": "x"}, "the role 5 is not a text"),
+        ({"role": True, "content": "x"}, "the role True is not a text"),
+        ({"role": ["user"], "content": "x"}, r"the role \['user'\] is not a text"),
+    ],
+)
+def test_a_role_that_is_not_a_text_is_named(message: dict[str, Any], reason: str) -> None:
+    with pytest.raises(PromptError, match=f"messages.1: {reason}"):
+        encode(model(chat_templates.CHATML), [*chat("Hello"), message])
+
+
+@pytest.mark.parametrize("role", ["x", "User", "users", "", "m", "ipython", "role"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_unknown_role_is_refused_with_the_known_ones(role: str, at: int) -> None:
+    messages = chat("Be kind.", "Hello", system=True)
+    messages[at]["role"] = role
+    for made in (messages, messages[at : at + 1]):
+        with pytest.raises(PromptError) as refused:
+            encode(model(chat_templates.CHATML), made)
+        assert refused.value.place == f"messages.{messages.index(messages[at]) if len(made) > 1 else 0}.role"
+        label = refused.value.place.removesuffix(".role") if len(made) > 1 else "the message"
+        known = "expected one of system, developer, user, assistant, tool"
+        assert str(refused.value) == f"{label}: the role {role!r}: {known}"
+
+
+OWN_ROLES = (
+    "{% if m['role'] == 'ipython' %}[out]{% endif %}",
+    '{% if m.role == "user" or m.role == "ipython" %}[out]{% endif %}',
+    "{% if m.role in ['tool', 'ipython'] %}[out]{% endif %}",
+    "{% if m['role'] not in ('tool','ipython') %}[out]{% endif %}",
+    "{% set role = m.role %}{% if role!='ipython' %}[out]{% endif %}",
+)
+
+
+@pytest.mark.parametrize("test", OWN_ROLES)
+def test_a_template_may_have_roles_of_its_own(test: str) -> None:
+    made = model(chat_templates.CHATML.replace("{{- '<|im_start|>'", test + "{{- '<|im_start|>'", 1))
+    assert encode(made, [*chat("Hello", "Hi"), {"role": "ipython", "content": "5"}]).ids
+    with pytest.raises(PromptError, match=r"the role 'x': expected one of system, .*, tool, ipython$"):
+        encode(made, [{"role": "x", "content": "5"}])
+
+
 # Templates that fail ------------------------------------------------------------------------------------------------
 
 

@@ -20,15 +20,6 @@ SECRET = "我的病历: seven stitches"
 child = logging.getLogger("outrider.cloud.part")
 
 
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """Other tests find the logger as it was."""
-    log, before = logs.log, (list(logs.log.handlers), logs.log.level, logs.log.propagate)
-    yield
-    log.handlers[:], log.propagate = before[0], before[2]
-    log.setLevel(before[1])
-
-
 @pytest.fixture(params=["json", "plain"])
 def stream(request: pytest.FixtureRequest) -> StringIO:
     stream = StringIO()

@@ -74,6 +74,7 @@ class Script:
     headers: dict[str, str] = field(default_factory=dict)
     key: str = ""
     audio: bool = False
+    edge: str = "an edge"
     cloud: str = "a cloud"
     networks: bool = True
     cut: bool = True
@@ -83,7 +84,7 @@ class Script:
 
     def about(self) -> dict[str, Any]:
         return {
-            "edge": "an edge",
+            "edge": self.edge,
             "cloud": self.cloud,
             "audio": self.audio,
             "text": True,
@@ -92,9 +93,18 @@ class Script:
             "slots": 8,
             "settings": {"max_new_tokens": 99},
             "signals": ["entropy", "margin", "maxprob", "logprob"],
+            "drafter": "none" if self.edge == "none" else "model",
             "version": "0",
-            "defaults": {"way": "speculative", "gate": "always", "k": 5, "net": "none"},
+            "defaults": self._defaults(),
         }
+
+    def _defaults(self) -> dict[str, Any]:
+        """Without an edge or a cloud, the options that do not apply are left out."""
+        if self.cloud == "none":
+            return {"way": "edge-only", "k": 5}
+        if self.edge == "none":
+            return {"way": "cloud-only", "net": "none"}
+        return {"way": "speculative", "gate": "always", "k": 5, "net": "none"}
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -148,12 +148,13 @@ def serving(
     origins: tuple[str, ...] = (),
     cloud: Callable[[], str] | None = None,
     engine: Any = None,
+    max_length: int | None = None,
 ) -> Iterator[Running]:
     """A gateway on loopback whose desk plays the script."""
     scheduler = ScriptedScheduler(script or Script())
     defaults = defaults or Defaults(edge="scripted")
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, 8)
-    tokenization = Tokenization(engine)
+    tokenization = Tokenization(engine, lambda: max_length)
     gateway = Gateway(scheduler, access or Access(), defaults, metrics, tokenization)  # type: ignore[arg-type]
     app = create_app(gateway, GatewayInfo(build_overview(defaults, "none", 8), origins, cloud))
     with bound("127.0.0.1", 0) as on:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -86,6 +88,17 @@ def test_the_vocabulary_is_not_fetched_where_fingerprints_agree(served: Served) 
     with connect_remote(served) as cloud:
         SpeculativeDecoder(engine(), cloud)
         assert cloud.connection.endpoint.down < 600
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_cloud_describes_its_quantization(quantization: str | None) -> None:
+    quantized = engine()
+    quantized.quantization = quantization  # type: ignore[attr-defined]
+    with serving(quantized, max_length=64) as served, connect_remote(served) as cloud:
+        target = cloud.describe()
+        assert target.quantization == quantization
+        assert target.label == (target.name if quantization is None else f"{target.name} (int8)")
+        assert target.label in SpeculativeDecoder(None, cloud).summary()
 
 
 def test_another_protocol_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +188,49 @@ def test_another_checkpoint_behind_the_address_is_refused_and_never_mixed_in(ser
         served.restart()
         with pytest.raises(CloudRefused, match="another model"):
             cloud.verify(session, Verify(2, 8, (), (1,)))
+
+
+@pytest.mark.parametrize(("first", "now"), [("int8", None), (None, "int8"), ("int8", "int8, fp8 KV cache")])
+def test_another_quantization_behind_the_address_is_named(served: Served, first: str | None, now: str | None) -> None:
+    class Quantized(ScriptedEngine):
+        quantization: str | None = None
+
+        @property
+        def identity(self) -> str:
+            return f"weights {self.quantization}"
+
+    def serve(quantization: str | None) -> str:
+        engine = Quantized(TARGET, V)
+        engine.quantization = quantization
+        served.server.service.engine = engine
+        served.restart()
+        return engine.name if quantization is None else f"{engine.name} ({quantization})"
+
+    serve(first)
+    with connect_remote(served) as cloud:
+        then = cloud.describe().label
+        session = cloud.open(Prompt(PROMPT), conditions())
+        label = serve(now)
+        with pytest.raises(CloudRefused) as error:
+            cloud.probe()
+        assert f"another model than at the handshake: {label} now, {then} then" in str(error.value)
+        with pytest.raises(CloudRefused, match=re.escape(f"{label} is another model")):
+            cloud.verify(session, Verify(1, 5, (), (1,)))
+
+
+def test_a_session_of_an_earlier_handshake_is_not_opened_on_another_vocabulary(served: Served) -> None:
+    with connect_remote(served) as cloud:
+        first = cloud.describe()
+        cloud.forget_model()
+        served.server.service.engine = ScriptedEngine(HashRows(2, 300), 300)
+        served.restart()
+        second = cloud.describe()
+        assert second.fingerprint != first.fingerprint
+        with pytest.raises(VocabularyMismatch, match="another vocabulary than the edge compared with"):
+            cloud.open(Prompt(PROMPT), replace(conditions(), fingerprint=first.fingerprint))
+        cloud.open(Prompt(PROMPT), replace(conditions(), fingerprint=second.fingerprint))
+        cloud.forget_model()
+        assert cloud.describe() is second, "a model with sessions is not forgotten"
 
 
 @pytest.mark.parametrize("theirs", [[], ["word0", "word1"]])

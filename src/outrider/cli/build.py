@@ -86,8 +86,7 @@ def connect_verifier(models: Models, network: Connection = Connection()) -> Veri
     from outrider.verifiers.connect import connect, parse_cloud_address
 
     local = parse_cloud_address(models.cloud).kind == "local"
-    load_options = {"dtype": models.dtype, "device": models.device}
-    return connect(models.cloud, **(load_options if local else network.connection()))
+    return connect(models.cloud, **(models.load_options if local else network.connection()))
 
 
 def load_drafter(models: Models) -> Engine | None:
@@ -95,7 +94,7 @@ def load_drafter(models: Models) -> Engine | None:
     from outrider.engines.load import load_engine
 
     name = models.edge_model
-    return None if name is None else load_engine(name, dtype=models.dtype, device=models.device)
+    return None if name is None else load_engine(name, **models.load_options)
 
 
 def load_lookup(models: Models) -> PromptLookup | None:
@@ -173,14 +172,36 @@ def enable_gc() -> None:
 
 
 def check_connection(models: Models, network: Connection) -> CloudAddress:
-    """Raise SettingsError for network options with a cloud that is not across a network."""
+    """Raise SettingsError for options of a network or of loading that the models have no use for."""
     from outrider.verifiers.connect import parse_cloud_address
 
     target = parse_cloud_address(models.cloud)
+    check_loading(models, target)
     if not target.is_remote and network.connection():
         used = ", ".join(f"--{name.replace('_', '-')}" for name in network.connection())
         raise SettingsError(f"{used}: only for a cloud across a network (grpc, vllm, sglang), not {models.cloud}")
     return target
+
+
+def check_loading(models: Models, target: CloudAddress) -> None:
+    """Raise SettingsError if this command loads no model to quantise, or one that cannot be quantised."""
+    from outrider.engines.load_options import LoadOptions
+
+    options = LoadOptions(**models.load_options)
+    names = [name for name in (models.edge_model, target.model if target.kind == "local" else None) if name]
+    given = {"quantization": models.quantization, "kv-cache-dtype": "fp8" if options.fp8_cache else None}
+    for option, value in given.items():
+        if value is not None and not names:
+            raise SettingsError(f"--{option} {value}: no model is loaded here{_own_option(option, target)}")
+    for name in names:
+        options.check_file(name)
+
+
+def _own_option(option: str, target: CloudAddress) -> str:
+    """Return where the option of loading of a cloud across a network is given, for a message."""
+    if target.kind == "grpc":
+        return f". A cloud across a network has its own option (outrider cloud --{option})"
+    return ". A vLLM or SGLang server has an option of its own" if target.is_remote else ""
 
 
 def check(pair: Pair) -> ResolvedOptions:

@@ -67,7 +67,7 @@ def model_ids(models: Models, network: Connection = Connection()) -> tuple[Model
     check_connection(models, network)
     with connected(models, network) as verifier:
         sides = ModelPair(load_drafter(models), verifier, "fail").state.models
-    edge, cloud = (ModelId(side.name, side.fingerprint) for side in sides)
+    edge, cloud = (ModelId(side.name, side.fingerprint, side.quantization) for side in sides)
     return edge, cloud
 
 

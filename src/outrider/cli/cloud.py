@@ -109,6 +109,11 @@ class Operation:
         llama.cpp on the CPU.
     device
         A torch device such as cpu or cuda:0; auto is cuda if it is available.
+    quantization
+        Quantise the weights of the linear layers to int8. Outputs are then those of the quantised model.
+    kv_cache_dtype
+        fp8 stores keys and values as float8 (e4m3). Outputs are then those of the model with this KV cache, up to near
+        ties. auto is the model's own type.
     metrics
         HOST:PORT for Prometheus metrics.
     grace
@@ -125,6 +130,8 @@ class Operation:
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
+    quantization: Literal["int8"] | None = None
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     metrics: str | None = None
     grace: float = 30.0
     until_stdin_ends: Annotated[bool, Parameter(negative="")] = False
@@ -144,12 +151,15 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     from outrider.cli.progress import startup_steps
     from outrider.cloud.server import check_bindable
     from outrider.engines.load import load_engine, resolve_path
+    from outrider.engines.load_options import LoadOptions
     from outrider.serving import logs
 
     config = build_config(listen, security, capacity, operation)
     check_bindable(config.host, config.port)  # before the model is loaded
     name = "demo:cloud" if model == "demo" else model
     resolve_path(name)
+    options = {key: getattr(operation, key) for key in ("dtype", "device", "quantization", "kv_cache_dtype")}
+    LoadOptions(**options).check_file(name)
     if operation.until_stdin_ends:
         threading.Thread(target=_end_with_stdin, name="outrider-stdin", daemon=True).start()
     logs.configure("INFO" if operation.verbose else "WARNING", json=operation.log_format == "json", stream=sys.stderr)
@@ -157,7 +167,7 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
 
     with startup_steps(quiet=operation.log_format == "json") as step:
         step(f"loading the model {name}")
-        engine = load_engine(name, dtype=operation.dtype, device=operation.device)
+        engine = load_engine(name, **options)
         gc.collect()  # free temporary objects of loading, as a server runs for long
         enable_gc()
         step("reserving the KV cache")
@@ -170,6 +180,7 @@ def _announcer(
     engine: ServableEngine, config: ServerConfig, operation: Operation, step: Callable[[str | None], None]
 ) -> Callable[[Server], None]:
     """Return a function that announces the server's address."""
+    from outrider.verifiers.local import describe
 
     def on_listening(server: Server) -> None:
         step(None)
@@ -177,7 +188,8 @@ def _announcer(
         if operation.json:
             print(jsonlib.dumps({"listening": where, "model": engine.name}), flush=True)  # noqa: T201
         if operation.log_format == "text":
-            print(one_line(f"outrider: serving {engine.name} at grpc://{where}"), file=sys.stderr, flush=True)  # noqa: T201
+            served = describe(engine).label
+            print(one_line(f"outrider: serving {served} at grpc://{where}"), file=sys.stderr, flush=True)  # noqa: T201
 
     return on_listening
 

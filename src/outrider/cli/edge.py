@@ -274,7 +274,7 @@ def _application(
     audio = None if pool.target_tokenizer else getattr(engine, "audio", None)
     seconds, text = 0.0 if audio is None else audio.max_seconds, not getattr(pool.reader, "captions_only", False)
     settings = options.pair.decoding.settings()
-    tokenization, tools = Tokenization(pool.reader), _tool_support(pool.reader)
+    tokenization, tools = Tokenization(pool.reader, cloud_state.max_length), _tool_support(pool.reader)
     decode = tokenization.decode if pool.reader.tokenizer is not None else None
     defaults = Defaults(decoding_options, settings, seconds, text, pool.name, tools, decode)
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, serving.slots)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from outrider.cli.options import Models, Network
@@ -67,7 +68,9 @@ def open_cloud(models: Models, network: Network) -> Iterator[CloudConnection]:
     from outrider.cli.subprocess_cloud import share_cores, supervised_cloud
 
     share_cores()
-    with supervised_cloud(cloud.target.model, "--dtype", models.dtype, "--device", models.device) as own:
+    given = {name: value for name, value in models.load_options.items() if value is not None}
+    options = chain.from_iterable((f"--{name.replace('_', '-')}", value) for name, value in given.items())
+    with supervised_cloud(cloud.target.model, *options) as own:
         cloud.own = own
         yield cloud
 
@@ -100,12 +103,14 @@ def fetch_tokenizer(reach: VerifierFactory | None) -> PromptLookup:
 
 @dataclass(frozen=True)
 class CloudState:
-    """The current state of the cloud. trouble: the reason if it is unreachable, else None.
+    """The current state of the cloud. trouble: the reason if it cannot be used, else None.
 
+    max_length: the most positions of prompt and output that edge and cloud hold, as far as known, None without a limit.
     tokenizer: the cloud's, if it was given by name or sent at the start.
     """
 
     name: Callable[[], str]
+    max_length: Callable[[], int | None]
     trouble: Callable[[], str | None] = lambda: None
     tokenizer: PromptLookup | None = None
 
@@ -124,7 +129,7 @@ def wait_for_cloud(
     from outrider.gateway.cloud_monitor import CloudMonitor
 
     if reach is None:
-        yield CloudState(lambda: "none")
+        yield CloudState(lambda: "none", lambda: engine.max_length)
         return
     with closing(CloudMonitor(engine, reach("none"), cloud.hosts, target_tokenizer=tokenizer)) as monitor:
         if not monitor.wait(CLOUD_TIMEOUT_S):
@@ -132,6 +137,7 @@ def wait_for_cloud(
         own = cloud.own
         yield CloudState(
             lambda: monitor.name,
+            lambda: monitor.max_length,
             lambda: (own.trouble if own is not None else None) or monitor.trouble,
             monitor.target_tokenizer,
         )

@@ -76,12 +76,20 @@ class Models:
         llama.cpp on the CPU.
     device
         A torch device such as cpu or cuda:0; auto is cuda if it is available.
+    quantization
+        Quantise the weights of the linear layers to int8 when a model is loaded: the edge's and that of local:MODEL.
+        Outputs are then those of the quantised target.
+    kv_cache_dtype
+        fp8 stores keys and values as float8 (e4m3), the edge's and those of local:MODEL. Outputs are then those of the
+        target with this KV cache, up to near ties. auto is the model's own type.
     """
 
     edge: str = "demo"
     cloud: str = "local:demo"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
+    quantization: Literal["int8"] | None = None
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
     @property
     def edge_model(self) -> str | None:
@@ -93,6 +101,12 @@ class Models:
     def uses_lookup(self) -> bool:
         """True if the edge drafts by prompt lookup, alone or together with a model."""
         return self.edge not in ("none", self.edge_model)
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """The keyword arguments of `load_engine`."""
+        names = ("dtype", "device", "quantization", "kv_cache_dtype")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def lookup_tokenizer(self) -> str | None:

@@ -32,7 +32,7 @@ from outrider.cloud.sessions import SessionEntry
 from outrider.cloud.slot_pool import SlotPool
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Engine, PendingOutputs, launch
-from outrider.engines.scheduler import MAX_BATCH, Batch, Scheduler, prefill_chunk
+from outrider.engines.scheduler import MAX_BATCH, Batch, Scheduler, overlap_tokens, prefill_chunk
 from outrider.errors import OutriderError
 from outrider.protocol.messages import ErrorCode, FrameError
 from outrider.sampling.acceptance import Verdict
@@ -71,7 +71,9 @@ class Batcher:
     ) -> None:
         self._engine, self._metrics = engine, metrics
         self.slot_pool = SlotPool(engine, slots, metrics)
-        self._scheduler: Scheduler[Job] = Scheduler(chunk=chunk or prefill_chunk(engine), max_batch=max_batch)
+        self._scheduler: Scheduler[Job] = Scheduler(
+            chunk=chunk or prefill_chunk(engine), max_batch=max_batch, overlap_tokens=overlap_tokens(engine)
+        )
         self._wake = threading.Condition()
         self._submitted: list[Job] = []
         self._closed: list[SessionEntry] = []

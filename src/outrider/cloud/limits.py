@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.config import is_integer, is_number
 from outrider.errors import SettingsError
+from outrider.numeric import is_integer, is_number
 from outrider.serving.sizes import MIB
 
 MIN_MESSAGE_BYTES = 128 * 2**10  # bytes: a prompt and its settings, with a grammar

@@ -107,6 +107,7 @@ class Service(ServiceState):
             max_drafts=schema.MAX_DRAFTS,
             tokenizer=digest_of(self._packed_tokenizer) if self._packed_tokenizer else b"",
             captions_only=own.captions_only,
+            quantization=own.quantization or "",
         )
         return answer.SerializeToString()
 

@@ -63,7 +63,8 @@ class ServiceState:
             message = f"{self.engine.name} has another vocabulary than the edge compared with"
             raise FrameError(ErrorCode.VOCABULARY, message)
         if frame.model != self._model:
-            raise FrameError(ErrorCode.MODEL, f"{self.engine.name} is another model than the one that was described")
+            message = f"{self._model_info.label} is another model than the one that was described"
+            raise FrameError(ErrorCode.MODEL, message)
         limit = self._model_info.vocab_size
         if not 0 < frame.vocab_size <= limit:
             raise FrameError(ErrorCode.INVALID, f"vocab_size {frame.vocab_size}: expected 1 to {limit}")

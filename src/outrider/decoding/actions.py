@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from outrider.config import OnLoop, Scope
-from outrider.decoding.adaptive_draft_length import Confidence, MatchLength
 from outrider.decoding.draft_length import DraftLength
+from outrider.decoding.draft_source import Confidence, DraftSource, MatchLength
 from outrider.decoding.gate import Gate, Signals
 from outrider.decoding.loop_detection import DEFAULT_RULE, LoopRule
 from outrider.decoding.stopping import FinishReason, StopRules
@@ -33,6 +33,11 @@ class Proposal:
     logprobs: Logprobs | None = None
 
     @property
+    def source(self) -> DraftSource:
+        """The source that drafted the token."""
+        return DraftSource.LOOKUP if self.match_length else DraftSource.MODEL
+
+    @property
     def confidence(self) -> Confidence | None:
         """The match length of a looked-up token, −log q of a model's token, or None if it is unknown."""
         if self.match_length:
@@ -50,12 +55,13 @@ class Draft:
     """Draft up to `count` tokens.
 
     leave_loop: draw the first one at random from the best few. model_only: the tokens will not be verified, so a model
-    must draft them.
+    must draft them. lookup_only: a draft model would cost more time than it saves.
     """
 
     count: int
     leave_loop: bool = False
     model_only: bool = False
+    lookup_only: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ NO_MEAN_GATE = (
 
 
 class ModelIdentity(Protocol):
-    """A model's name and vocabulary."""
+    """A model's name, vocabulary and quantisation."""
 
     @property
     def name(self) -> str:
@@ -36,6 +36,11 @@ class ModelIdentity(Protocol):
     @property
     def fingerprint(self) -> str:
         """The hash of its vocabulary."""
+        ...
+
+    @property
+    def quantization(self) -> str | None:
+        """The quantisation of its weights and KV cache when it was loaded, or None."""
         ...
 
 
@@ -89,9 +94,10 @@ class Calibrated:
     ) -> CalibrationFit:
         """Compare a run with the calibration.
 
-        Lossy verdicts void the budget. So do another k, vocabulary, loop rule or setting, and the verdicts that scope
-        "repair" requests within long outputs, which calibration does not replay. Another model name is a warning, as
-        the model may be the same. lossy: the reasons for lossy verdicts, as in "with accept exact, not …".
+        Lossy verdicts void the budget. So do another k, vocabulary, quantisation, loop rule or setting, and the
+        verdicts that scope "repair" requests within long outputs, which calibration does not replay. Another model name
+        is a warning, as the model may be the same. lossy: the reasons for lossy verdicts, as in "with accept exact, not
+        …".
         """
         file = self.file
         voiding = [*lossy] if k == file.k else [*lossy, f"with k {file.k}, not {k}"]
@@ -104,6 +110,11 @@ class Calibrated:
         sides = (("edge", file.edge, edge), ("cloud", file.cloud, cloud))
         voiding += [
             f"with another vocabulary on the {s}" for s, was, now in sides if was.fingerprint != now.fingerprint
+        ]
+        voiding += [
+            f"with quantization {was.quantization or 'none'} on the {s}, not {now.quantization or 'none'}"
+            for s, was, now in sides
+            if was.quantization != now.quantization
         ]
         voiding += [f"with {change}" for change in _changed_settings(file.settings, settings)]
         renamed = [f"with {was.name} as the {s}, not {now.name}" for s, was, now in sides if was.name != now.name]

@@ -63,6 +63,7 @@ class Decoder:
         self._request: Verify | None = None  # the request in flight
         self._drafted_length = 0  # of `context` after the last draft
         self._read_by_lookup = 0  # tokens that were decoded without drafts and read by prompt lookup, not by the model
+        self._is_lookup_only = False  # whether the last block began without the draft model
 
     # The driver's interface ---------------------------------------------------------------------------------
 
@@ -73,7 +74,7 @@ class Decoder:
                 return self._request
             if missing := self._missing_in_block():
                 if not self._draft_from_ahead():
-                    return Draft(missing, leave_loop=self._must_leave_loop(), model_only=not self.plan.has_verifier)
+                    return self._request_draft(missing)
             elif self._gate():
                 self._request = self._verify()
             else:
@@ -107,7 +108,9 @@ class Decoder:
         Without drafts in the request, plain decoding is faster than drafting, or the drafter has no proposal.
         """
         waits = self._request is not None and bool(self._request.draft_ids)
-        return Draft(1) if waits and self._drafts.may_extend_ahead(self.sequence.ids[-1], self._room) else None
+        if not waits or not self._drafts.may_extend_ahead(self.sequence.ids[-1], self._room):
+            return None
+        return Draft(1, lookup_only=self._is_lookup_only)
 
     def drafted_ahead(self, proposals: Seq[Proposal]) -> None:
         """Add proposals drafted ahead. Drop those that `ahead` did not request."""
@@ -214,6 +217,14 @@ class Decoder:
         """The number of tokens that may follow the pending ones."""
         return self.plan.stop_rules.max_new_tokens + self.sequence.prompt_length - len(self.sequence.ids)
 
+    def _request_draft(self, count: int) -> Draft:
+        """Return the draft of up to `count` tokens."""
+        has_verifier = self.plan.has_verifier
+        lookup_only = has_verifier and not self._drafts.allows_model(self.unread_length)
+        if not self._drafts.block:
+            self._is_lookup_only = lookup_only
+        return Draft(count, leave_loop=self._must_leave_loop(), model_only=not has_verifier, lookup_only=lookup_only)
+
     def _missing_in_block(self) -> int:
         """Return how many tokens are missing from the block, 0 after the end of the output."""
         if self._committer.finish_reason is not None:
@@ -224,6 +235,8 @@ class Decoder:
         """Record which source has read `context` for these proposals. unread: `unread_length` before them."""
         if proposals and not proposals[0].match_length:
             self._read_by_lookup = 0
+        elif self._is_lookup_only:
+            return
         else:  # without a match, a token of plain decoding follows
             self._read_by_lookup = unread + (not self._drafts.block)
         self._drafted_length = self.context_length

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 
 from outrider.decoding.actions import Proposal
 from outrider.decoding.draft_length import DraftLength
+from outrider.decoding.draft_source import Confidence
 
 MAX_PROVISIONAL = 64  # limit of pending tokens without a verdict, and of tokens drafted ahead
 
@@ -41,11 +42,17 @@ class DraftBuffer:
         """
         return 0 if self._is_closed else self._missing(self.block, room, unread)
 
+    def allows_model(self, unread: int) -> bool:
+        """Return whether a draft model may draft the next token of the block, or prompt lookup alone."""
+        block = self.block
+        return self._draft_length is None or self._draft_length.allows_model(
+            len(block), known_confidences(block), unread
+        )
+
     def _missing(self, block: Seq[Proposal], room: int, unread: int = 0) -> int:
         if self._draft_length is None or room <= 0 or (block and block[-1].token in self._eos_ids):
             return 0
-        known = [proposal.confidence for proposal in block if proposal.confidence is not None]
-        return max(0, min(room, self._draft_length.tokens_to_draft(len(block), known, unread)))
+        return max(0, min(room, self._draft_length.tokens_to_draft(len(block), known_confidences(block), unread)))
 
     def add(self, proposal: Proposal) -> bool:
         """Add the next token of the block. Return whether it begins the block."""
@@ -109,3 +116,8 @@ class DraftBuffer:
         length = next((n for n in lengths if not self._missing(self.ahead[:n], room - n)), 0)
         block, self.ahead = self.ahead[:length], self.ahead[length:]
         return block
+
+
+def known_confidences(block: Seq[Proposal]) -> list[Confidence]:
+    """Return the confidences of those proposals that have one."""
+    return [proposal.confidence for proposal in block if proposal.confidence is not None]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from outrider.decoding.adaptive_draft_length import MATCH_PRIORS, Confidence, DraftLengthController, MatchLength
+from outrider.decoding.acceptance_model import MATCH_PRIORS
+from outrider.decoding.adaptive_draft_length import DraftLengthController
+from outrider.decoding.draft_source import Confidence, DraftSource, MatchLength, source_of
 from outrider.errors import SettingsError
 
 MAX_K = 64
@@ -41,6 +44,10 @@ class DraftLength(Protocol):
         """
         ...
 
+    def allows_model(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> bool:
+        """Return whether a draft model may draft the next of these tokens, or prompt lookup alone."""
+        ...
+
 
 @dataclass(frozen=True)
 class FixedDraftLength:
@@ -58,6 +65,10 @@ class FixedDraftLength:
     def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
         """Return the tokens that are missing from k."""
         return self.k - drafted
+
+    def allows_model(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> bool:
+        """Return True."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -83,13 +94,17 @@ class ConfidenceStop:
         survival = math.prod(map(_prior_acceptance, block))
         return 1 if drafted < self.max_tokens and survival >= self.min_survival else 0
 
+    def allows_model(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> bool:
+        """Return True."""
+        return True
+
 
 @dataclass(frozen=True)
 class AdaptiveDraftLength:
     """Blocks that end when another token costs more time than it saves (`decoding.adaptive_draft_length`).
 
-    A block is empty if plain decoding of the target is faster. The fallback decides until drafts and verdicts have been
-    timed, unless drafts without proposals have taken too long.
+    Each source of drafts is judged by itself. A block is empty if plain decoding of the target is faster than either.
+    The fallback decides until drafts and verdicts have been timed, unless drafts without proposals have taken too long.
     """
 
     controller: DraftLengthController = field(default_factory=DraftLengthController)
@@ -103,12 +118,34 @@ class AdaptiveDraftLength:
 
     def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
         """Return 1 until the block ends."""
-        if self.controller.token_cost is None:
-            is_hopeless = not drafted and self.controller.switch.is_overdrawn
-            return 0 if is_hopeless else self.fallback.tokens_to_draft(drafted, block)
+        for source in self.controller.sources:
+            if self._allows(source, drafted, block, unread):
+                return 1
+        return 0
+
+    def allows_model(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> bool:
+        """Return whether a token of the model is expected to save time."""
+        sources = self.controller.sources
+        if DraftSource.LOOKUP not in sources:
+            return True
+        return DraftSource.MODEL in sources and self._allows(DraftSource.MODEL, drafted, block, unread)
+
+    def _allows(self, source: DraftSource, drafted: int, block: Seq[Confidence], unread: int) -> bool:
+        """Return whether the next token may be one of this source."""
         if not drafted:
-            return int(self.controller.switch.should_speculate(unread))
-        return int(drafted < MAX_K and self.controller.should_continue(drafted, block))
+            return self._may_begin(source, unread)
+        is_used = source in map(source_of, block) or (source is DraftSource.MODEL and drafted > len(block))
+        if not is_used and not self._may_begin(source, unread):
+            return False
+        if source not in self.controller.token_costs:
+            return self.fallback.tokens_to_draft(drafted, block) > 0
+        return drafted < MAX_K and self.controller.should_continue(drafted, block, source)
+
+    def _may_begin(self, source: DraftSource, unread: int) -> bool:
+        switch = self.controller.switch
+        if source in self.controller.token_costs:
+            return switch.should_speculate(unread, source)
+        return not (switch.needs_sample or switch.is_overdrawn(source))
 
 
 def _prior_acceptance(confidence: Confidence) -> float:
@@ -116,14 +153,14 @@ def _prior_acceptance(confidence: Confidence) -> float:
     return MATCH_PRIORS[confidence.bucket] if isinstance(confidence, MatchLength) else math.exp(-confidence)
 
 
-def parse_draft_length(k: int | str) -> DraftLength:
-    """Return the policy of k tokens per block, or the adaptive one for "auto".
+def parse_draft_length(k: int | str, sources: Collection[DraftSource] = (DraftSource.MODEL,)) -> DraftLength:
+    """Return the policy of k tokens per block, or the adaptive one for "auto". sources: those of the drafter.
 
     Raises:
         SettingsError: k is neither "auto" nor 1 to 64.
     """
     if k == "auto":
-        return AdaptiveDraftLength()
+        return AdaptiveDraftLength(DraftLengthController(sources))
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_K:
         raise SettingsError(f"k is a whole number from 1 to {MAX_K}, or 'auto', not {k!r}")
     return FixedDraftLength(k)

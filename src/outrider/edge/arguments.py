@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.config import GenerationSettings, check_type, is_integer
+from outrider.config import GenerationSettings, check_type
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import PromptError, SettingsError
+from outrider.numeric import as_integer, is_integer
 
 
 def build_settings(settings: dict[str, object], cache_salt: object) -> GenerationSettings:
@@ -15,15 +16,18 @@ def build_settings(settings: dict[str, object], cache_salt: object) -> Generatio
     return GenerationSettings.build(settings)
 
 
-def check_ids(ids: object) -> None:
-    """Raise PromptError unless `ids` are token ids."""
-    if not isinstance(ids, list | tuple) or not all(is_integer(token) and token >= 0 for token in ids):
+def read_ids(ids: object) -> list[int]:
+    """Return token ids as ints. Raise PromptError if they are none."""
+    found: list[Any] = list(map(as_integer, ids)) if isinstance(ids, list | tuple) else [None]
+    if not all(is_integer(token) and token >= 0 for token in found):
         raise PromptError(f"ids is a list of token ids, not {ids!r}")
+    return found
 
 
 def describe_engine(engine: Any) -> str:
-    """Return a model's name, number format and device."""
-    return f"{engine.name} ({str(engine.dtype).removeprefix('torch.')}, {engine.device})"
+    """Return a model's name, number format, quantisation and device."""
+    kinds = (str(engine.dtype).removeprefix("torch."), getattr(engine, "quantization", None), str(engine.device))
+    return f"{engine.name} ({', '.join(kind for kind in kinds if kind)})"
 
 
 def check_arguments(

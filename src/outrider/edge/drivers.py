@@ -58,7 +58,7 @@ def _draft(decoder: Decoder, drafter: Proposer, action: Draft, observer: RoundOb
     started = observer.clock() if observer is not None else 0.0
     proposals = drafter.draft(decoder.context, action)
     if observer is not None:
-        observer.record_draft(proposals, started)
+        observer.record_draft(proposals, started, lookup_only=action.lookup_only)
     decoder.drafted(proposals)
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.config import GenerationSettings
+from outrider.decoding.acceptance_model import AcceptanceModel
 from outrider.decoding.actions import Plan
-from outrider.decoding.adaptive_draft_length import AcceptanceModel
 from outrider.decoding.calibrated_gate import Calibrated
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.detokenizer import Tokenizer, get_detokenizer
@@ -256,7 +256,9 @@ class Generation:
             model = self._open_translated(context.draft, context.codecs, policy, per_token=per_token)
         if lookup is None:
             return model
-        return CombinedDrafter(model, lookup, context.acceptance, per_token=per_token)
+        controller = context.draft_length.controller
+        prefers_lookup = context.acceptance.prefers_lookup if controller is None else controller.prefers_lookup
+        return CombinedDrafter(model, lookup, prefers_lookup, per_token=per_token)
 
     def _open_model(self, engine: Engine, prompt: Prompt, policy: Policy, *, needs_q: bool) -> Drafter:
         context = self._context
@@ -301,7 +303,8 @@ class Generation:
             return None
         prompt = self._redacted_prompt()
         vocabulary, hides_audio = self._handshake.target_vocabulary, context.hides_audio(self.prompt)
-        params = SessionParams(self._settings, options.accept, vocabulary, hides_audio, self._grammar)
+        fingerprint = self._handshake.target.fingerprint
+        params = SessionParams(self._settings, options.accept, vocabulary, hides_audio, self._grammar, fingerprint)
         return VerifierSession(
             context.verifier, lambda verifier: verifier.open(prompt, params), options.on_cloud_loss, self._cancellation
         )

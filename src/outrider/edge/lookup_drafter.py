@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from outrider.decoding.actions import Draft, Proposal
-from outrider.decoding.adaptive_draft_length import AcceptanceModel
 from outrider.decoding.ngram_index import Match, NgramIndex
 from outrider.edge.drafter import Proposer
 from outrider.sampling.policy import Policy
@@ -89,12 +89,15 @@ class CombinedDrafter:
 
     Looked-up tokens are not in the model's KV cache until its next draft, which feeds them in one forward.
 
-    Tokens that will not be verified come from the model alone. per_token: choose the source of each token, not of each
-    call. This is required if the output depends on the drafts, so that it does not depend on their division into calls.
+    Tokens that will not be verified come from the model alone. prefers_lookup: chooses between lookup, after a match of
+    this length, and the model. per_token: choose the source of each token, not of each call. This is required if the
+    output depends on the drafts, so that it does not depend on their division into calls.
     """
 
-    def __init__(self, model: Proposer, lookup: LookupDrafter, acceptance: AcceptanceModel, *, per_token: bool) -> None:
-        self._model, self._lookup, self._acceptance = model, lookup, acceptance
+    def __init__(
+        self, model: Proposer, lookup: LookupDrafter, prefers_lookup: Callable[[int], bool], *, per_token: bool
+    ) -> None:
+        self._model, self._lookup, self._prefers_lookup = model, lookup, prefers_lookup
         self._per_token = per_token
 
     @property
@@ -109,9 +112,12 @@ class CombinedDrafter:
 
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         """Return up to action.count proposals of one source."""
-        length = 0 if action.model_only else self._lookup.match_length(ids)
-        source = self._lookup if length and self._acceptance.prefers_lookup(length) else self._model
+        source = self._lookup if action.lookup_only or self._chooses_lookup(ids, action) else self._model
         return source.draft(ids, replace(action, count=1) if self._per_token else action)
+
+    def _chooses_lookup(self, ids: list[int], action: Draft) -> bool:
+        length = 0 if action.model_only else self._lookup.match_length(ids)
+        return length > 0 and self._prefers_lookup(length)
 
     def rollback_to(self, length: int) -> None:
         """Roll both sources back to fewer than `length` tokens."""

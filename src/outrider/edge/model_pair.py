@@ -23,7 +23,7 @@ from outrider.errors import (
     VocabularyMismatch,
 )
 from outrider.prompts.audio import check_length
-from outrider.verifiers.base import Connectable, ModelInfo, Verifier, match_vocabularies
+from outrider.verifiers.base import Connectable, ModelInfo, RemoteSessions, Verifier, match_vocabularies
 from outrider.verifiers.local import describe
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,11 @@ class Handshake:
     def target(self) -> ModelInfo:
         """The model that defines the output."""
         return self.models[-1]
+
+    @property
+    def max_length(self) -> int | None:
+        """The most positions of prompt and output together that all models hold, None without a limit."""
+        return min((side.max_length for side in self.models if side.max_length is not None), default=None)
 
     def check(self, prompt: Prompt, settings: GenerationSettings) -> None:
         """Check that all models can read the prompt and hold the output.
@@ -102,9 +107,9 @@ class ModelPair:
         lazy: bool = False,
     ) -> None:
         self._verifier, self._on_loss, self._find_reader = verifier, on_loss, find_reader
-        sides = () if draft is None else (describe(draft),)
-        if draft is not None and reader is not None and translates:
-            sides = (replace(describe(reader), name=draft.name, max_length=None),)
+        sides: tuple[ModelInfo, ...] = () if draft is None else (describe(draft),)
+        if reader is not None and translates:
+            sides = tuple(_describe_translated(side, reader) for side in sides)
         self._edge = describe(reader) if reader is not None and draft is None else next(iter(sides), None)
         size = sides[0].vocab_size if sides else 0
         self.state = self._edge_only = Handshake(sides, size, size, is_complete=verifier is None)
@@ -175,8 +180,15 @@ class ModelPair:
 
     def _handshake(self) -> None:
         assert self._verifier is not None  # otherwise the handshake was complete from the start
-        cloud, edge = self._verifier.describe(self._edge), self._edge
-        sides, vocabularies = self.state.models, (cloud.vocab_size, cloud.vocab_size)
+        try:
+            self.state = self._match(self._verifier.describe(self._edge))
+        except VocabularyMismatch:
+            if isinstance(self._verifier, RemoteSessions):
+                self._verifier.forget_model()
+            raise
+
+    def _match(self, cloud: ModelInfo) -> Handshake:
+        edge, sides, vocabularies = self._edge, self.state.models, (cloud.vocab_size, cloud.vocab_size)
         if edge is not None:
             try:
                 vocabularies = match_vocabularies(edge, cloud)
@@ -184,5 +196,10 @@ class ModelPair:
                 if (reader := self._find_reader(cloud)) is None:
                     raise
                 vocabularies = match_vocabularies(describe(reader), cloud)
-                sides = tuple(replace(describe(reader), name=side.name, max_length=None) for side in sides)
-        self.state = Handshake((*sides, cloud), *vocabularies, is_complete=True)
+                sides = tuple(_describe_translated(side, reader) for side in sides)
+        return Handshake((*sides, cloud), *vocabularies, is_complete=True)
+
+
+def _describe_translated(drafter: ModelInfo, reader: Engine | PromptLookup) -> ModelInfo:
+    """Return the description of a drafter whose drafts are translated: it reads what the reader encodes."""
+    return replace(describe(reader), name=drafter.name, max_length=None, quantization=drafter.quantization)

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from outrider.decoding.acceptance_model import AcceptanceModel
 from outrider.decoding.actions import Proposal
-from outrider.decoding.adaptive_draft_length import AcceptanceModel, Confidence, DraftLengthController
+from outrider.decoding.adaptive_draft_length import NO_DRAFTS, Drafted, DraftLengthController
 from outrider.decoding.decoder import Decoder
+from outrider.decoding.draft_source import Confidence, DraftSource
 from outrider.sampling.acceptance import Verdict
 
 Clock = Callable[[], float]
@@ -41,51 +43,53 @@ class RoundObserver:
         self._controller = draft_length.controller if draft_length is not None and is_block_invariant else None
         self._acceptance = acceptance if is_block_invariant and self._controller is None else None
         self._decoder, self.clock = decoder, clock
-        self._drafted_since_verdict, self._draft_seconds = 0, 0.0
+        self._drafted: dict[DraftSource, Drafted] = {}  # since the last verdict, with the time of first drafts
         self._in_bursts = in_bursts
-        self._known_sources: set[bool] = set()  # `is_lookup` of the sources that have drafted
-        self._bursts: dict[bool, tuple[int, float]] = {}  # tokens and seconds of this round, by `is_lookup`
+        self._known_sources: set[DraftSource] = set()  # that have drafted
+        self._bursts: dict[DraftSource, Drafted] = {}  # of this round, to be timed
         self._has_drafted = False
         self._is_unmatched = False  # the last draft was empty
         self._is_plain = False  # the last verdict was one of plain decoding
 
-    def record_draft(self, proposals: Seq[Proposal], started: float) -> None:
-        """Report a draft of one source. Call it before the decoder gets it."""
-        self._drafted_since_verdict += len(proposals)
+    def record_draft(self, proposals: Seq[Proposal], started: float, *, lookup_only: bool = False) -> None:
+        """Report a draft of one source. Call it before the decoder gets it. lookup_only: that of the action."""
         self._is_unmatched = not proposals
         if self._controller is None:
             return
+        seconds = self.clock() - started
         if not proposals:
-            self._record_vain_draft(self._controller, self.clock() - started)
+            self._record_vain_draft(self._controller, seconds, lookup_only=lookup_only)
             return
-        seconds, is_lookup = self.clock() - started, proposals[0].match_length > 0
-        unread = 0 if is_lookup else self._decoder.unread_length
+        source = proposals[0].source
+        unread = 0 if source is DraftSource.LOOKUP else self._decoder.unread_length
         with self._lock:
             if unread:
-                drafting = len(proposals) * self._controller.times.draft_seconds_of(is_lookup=False)
+                drafting = len(proposals) * self._controller.times.draft_seconds(source)
                 reading = max(seconds - drafting, 0.0)
                 self._controller.switch.read(unread, reading)
                 seconds -= reading
-            elif is_lookup in self._known_sources:
-                self._record_times(self._controller, len(proposals), seconds, is_lookup=is_lookup)
-        self._known_sources.add(is_lookup)
+            elif source in self._known_sources:
+                self._record_times(self._controller, source, len(proposals), seconds)
+        self._known_sources.add(source)
         self._has_drafted = True
-        self._draft_seconds += seconds
+        self._drafted[source] = self._drafted.get(source, NO_DRAFTS).plus(len(proposals), seconds)
 
-    def _record_times(self, controller: DraftLengthController, tokens: int, seconds: float, *, is_lookup: bool) -> None:
-        if not self._in_bursts:
-            controller.drafted(tokens, seconds, is_lookup=is_lookup)
-            return
-        earlier_tokens, earlier_seconds = self._bursts.get(is_lookup, (0, 0.0))
-        self._bursts[is_lookup] = earlier_tokens + tokens, earlier_seconds + seconds
+    def _record_times(
+        self, controller: DraftLengthController, source: DraftSource, tokens: int, seconds: float
+    ) -> None:
+        if self._in_bursts:
+            self._bursts[source] = self._bursts.get(source, NO_DRAFTS).plus(tokens, seconds)
+        else:
+            controller.drafted(tokens, seconds, source)
 
-    def _record_vain_draft(self, controller: DraftLengthController, seconds: float) -> None:
+    def _record_vain_draft(self, controller: DraftLengthController, seconds: float, *, lookup_only: bool) -> None:
         """Report a draft without proposals. The first one of the generation is a prefill."""
+        source = DraftSource.LOOKUP if lookup_only else DraftSource.MODEL
         with self._lock:
             if self._has_drafted:
-                controller.switch.drafted_in_vain(seconds)
+                controller.switch.drafted_in_vain(seconds, source)
             else:
-                controller.switch.read(self._decoder.unread_length, seconds)
+                controller.switch.read(self._decoder.unread_length, seconds, source)
         self._has_drafted = True
 
     def record_verdict(self, verdict: Verdict, started: float) -> None:
@@ -96,7 +100,7 @@ class RoundObserver:
                 self._acceptance.update(confidences, verdict.accepted)
             if self._controller is not None:
                 self._report(self._controller, verdict, confidences, started)
-        self._drafted_since_verdict, self._draft_seconds, self._bursts = 0, 0.0, {}
+        self._drafted, self._bursts = {}, {}
         self._is_unmatched, self._is_plain = False, not confidences
 
     def _report(
@@ -107,8 +111,8 @@ class RoundObserver:
         started: float,
     ) -> None:
         seconds = self.clock() - started if verdict.round > 1 else None
-        for is_lookup, (tokens, drafting) in self._bursts.items():
-            controller.drafted(tokens, drafting, is_lookup=is_lookup)
+        for source, drafted in self._bursts.items():
+            controller.drafted(drafted.tokens, drafted.seconds, source)
         if verdict.round == 1:
             controller.switch.begin_generation()
         if not confidences:
@@ -117,8 +121,7 @@ class RoundObserver:
         controller.decided(
             confidences,
             verdict.accepted,
-            drafted=self._drafted_since_verdict,
+            drafted=self._drafted,
             seconds=seconds,
             compute=verdict.compute_s,
-            draft_seconds=self._draft_seconds,
         )

@@ -140,7 +140,9 @@ def _describe(reason: str) -> str:
     line = line.partition("failed to compile JSON schema: ")[2] or line
     if line.startswith("oneOf constraints"):
         return "oneOf is supported only if no value matches two of its schemas: use anyOf"
-    return re.sub(r'^Unimplemented keys: \["(.*)"\]$', lambda found: f"not supported: {found[1]}", line)
+    if (unsupported := re.fullmatch(r'Unimplemented keys: \["(.*)"\]', line)) is not None:
+        return "not supported: " + unsupported[1].replace('", "', ", ")
+    return line
 
 
 def _locate(grammar: Grammar, reason: str, vocabulary: LLTokenizer) -> GrammarError:

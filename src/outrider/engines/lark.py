@@ -14,7 +14,7 @@ from typing import Any, Final
 from outrider.config import Grammar
 from outrider.decoding.detokenizer import Tokenizer
 from outrider.engines.schema_parts import Schema
-from outrider.engines.schemas import check_schema, read_schema, write_schema
+from outrider.engines.schemas import check_schema, normalize, read_schema, write_schema
 from outrider.errors import GrammarError
 
 # Forced tokens would make masks depend on how the tokenizer splits forced texts.
@@ -85,7 +85,7 @@ def _split(grammar: Grammar, added: dict[str, int]) -> Iterator[tuple[str, str |
                 schema, at = json.JSONDecoder().raw_decode(text, at)
             except (ValueError, RecursionError):
                 continue  # llguidance refuses it
-            yield rule, schema
+            yield rule, normalize(schema)
     yield rule, text[at:]
 
 

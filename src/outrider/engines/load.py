@@ -20,6 +20,7 @@ from outrider.engines.checkpoint import (
     is_captions_only,
     read_json,
 )
+from outrider.engines.load_options import LoadOptions
 from outrider.engines.locking import LOAD_LOCK, check_process
 from outrider.errors import ModelError, OutriderError, SettingsError
 from outrider.files import out_of_space
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUNDLED = Path(__file__).parent.parent / "demo"
 _BUNDLED_NAMES = {"demo:edge": "edge", "demo:cloud": "cloud"}
 _SHORT_NAMES = {"demo": "demo:edge"}
@@ -42,7 +42,14 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load_engine(
-    model: Any, *, tokenizer: Any = None, extractor: Any = None, dtype: str = "auto", device: str = "auto"
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    extractor: Any = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> TorchEngine | GgufEngine:
     """Load a model and give it KV slots.
 
@@ -55,37 +62,49 @@ def load_engine(
         tokenizer, extractor: instead of the checkpoint's own. A loaded model has none.
         dtype: float32, bfloat16, float16, or auto: float32 on a CPU and the checkpoint's own on a GPU.
         device: a torch device such as cpu or cuda:1, or auto: cuda if available (cpu for a `.gguf` file).
+        quantization: int8 rounds the weights of the language model's linear layers to 8 bits, which makes it another
+            model than the checkpoint's. None: the weights are those of the checkpoint.
+        kv_cache_dtype: fp8 stores keys and values as float8_e4m3fn and computes with them in the model's dtype, which
+            changes the output as well, and makes near ties possible in float32. auto: the model's dtype.
 
     Raises:
-        ModelError: the checkpoint does not exist, is unreadable, lacks weights or has a cache that cannot be
-            truncated, or a package that it needs is not installed.
-        SettingsError: an unknown dtype or device, or one for a model that is loaded already.
+        ModelError: the checkpoint does not exist, is unreadable, lacks weights, has layers that cannot be quantised or
+            a cache that cannot be truncated, or a package that it needs is not installed.
+        SettingsError: an unknown dtype, device, quantization or kv_cache_dtype, one of the first three for a model that
+            is loaded already, or one of the last two for a `.gguf` file.
         StateError: this process was forked from one that had loaded a model.
         OutriderError: the disk is full, or no temporary directory is writable.
     """
+    options = LoadOptions(dtype, device, quantization, kv_cache_dtype)
     if not isinstance(model, (str, Path)):
-        return _wrap_model(model, tokenizer, extractor, dtype, device)
+        return _wrap_model(model, tokenizer, extractor, options)
+    options.check_file(str(model))
     path = resolve_path(str(model))
     check_process()
     with LOAD_LOCK:
-        return _load(path, full_name(str(model)), tokenizer, extractor, dtype, device)
+        return _load(path, full_name(str(model)), tokenizer, extractor, options)
 
 
-def _load(path: str, name: str, tokenizer: Any, extractor: Any, dtype: str, device: str) -> TorchEngine | GgufEngine:
+def _load(path: str, name: str, tokenizer: Any, extractor: Any, options: LoadOptions) -> TorchEngine | GgufEngine:
     if path.endswith(".gguf"):
         check_gguf(path, name)
-        if dtype == "auto" and device in ("auto", "cpu"):
+        if options.for_llama_cpp:
             return _load_llama_cpp(path, tokenizer, extractor, name)
-    target = _resolve_device(device)
-    options = {"dtype": _resolve_dtype(dtype, target), "use_safetensors": True, **NO_REMOTE_CODE}
-    log.info("loading %s as %s on %s", name, options["dtype"], target)
+    device = options.resolve_device()
+    dtype = options.resolve_dtype(device)
+    keywords = {"dtype": dtype, "use_safetensors": True, **NO_REMOTE_CODE}
+    log.info("loading %s as %s on %s", name, dtype, device)
     with warnings.catch_warnings(), map_load_errors(name):
         warnings.simplefilter("ignore")  # remarks of the loading library about checkpoints are not ours to fix
         if path.endswith(".gguf"):
-            loaded, own_tokenizer, own_extractor = *_load_dequantised(path, options), None
+            loaded, own_tokenizer, own_extractor = *_load_dequantised(path, keywords), None
         else:
-            loaded, own_tokenizer, own_extractor = _load_transformers(path, name, options)
-        return _make_engine(loaded.to(target), tokenizer or own_tokenizer, extractor or own_extractor, name)
+            loaded, own_tokenizer, own_extractor = _load_transformers(path, name, keywords)
+        if options.quantization is not None:  # before the move: a GPU then needs memory for the quantised weights alone
+            from outrider.engines.torch.quantization import quantize
+
+            quantize(loaded, name)
+        return _make_engine(loaded.to(device), tokenizer or own_tokenizer, extractor or own_extractor, name, options)
 
 
 @contextmanager
@@ -107,20 +126,19 @@ def map_load_errors(name: str, action: str = "cannot load") -> Iterator[None]:
         raise ModelError(f"{action} {name}: {_describe_error(error)}") from error
 
 
-def _wrap_model(model: Any, tokenizer: Any, extractor: Any, dtype: str, device: str) -> TorchEngine:
+def _wrap_model(model: Any, tokenizer: Any, extractor: Any, options: LoadOptions) -> TorchEngine:
     if not hasattr(model, "config") or not hasattr(model, "forward"):
         raise ModelError(f"a model is a name or a transformers model, not {type(model).__name__}")
-    if (dtype, device) != ("auto", "auto"):
-        raise SettingsError("dtype and device are for models given by name; move a loaded model with its own .to()")
+    options.check_loaded()
     with map_load_errors(type(model).__name__, "cannot decode with"):
-        return _make_engine(model, tokenizer, extractor)
+        return _make_engine(model, tokenizer, extractor, None, options)
 
 
-def _make_engine(model: Any, tokenizer: Any, extractor: Any, name: str | None = None) -> TorchEngine:
+def _make_engine(model: Any, tokenizer: Any, extractor: Any, name: str | None, options: LoadOptions) -> TorchEngine:
     # Importing the model library takes seconds, which checking a name does not need.
     from outrider.engines.torch.engine import TorchEngine
 
-    return TorchEngine(model, tokenizer, extractor, name)
+    return TorchEngine(model, tokenizer, extractor, name, fp8_cache=options.fp8_cache)
 
 
 def _load_llama_cpp(path: str, tokenizer: Any, extractor: Any, name: str) -> GgufEngine:
@@ -327,32 +345,6 @@ def _load_extractor(path: str) -> Any:
     if folder.is_dir() and not (folder / "preprocessor_config.json").is_file():
         return None
     return WhisperFeatureExtractor.from_pretrained(path, trust_remote_code=False)
-
-
-def _resolve_dtype(name: str, device: Any) -> Any:
-    import torch
-
-    if name not in DTYPES:
-        raise SettingsError(f"dtype {name!r}: expected one of {', '.join(DTYPES)}")
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    return getattr(torch, name)
-
-
-def _resolve_device(name: str) -> Any:
-    import torch
-
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise SettingsError(f"device {name!r}: expected cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise SettingsError(f"device {name!r}: expected cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(f"device {name!r}: this machine shows no CUDA device")
-    return device
 
 
 def _describe_error(error: BaseException) -> str:

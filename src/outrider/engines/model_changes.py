@@ -1,7 +1,8 @@
-"""Detection of changes to a loaded model after its engine was made."""
+"""Identity of a loaded model, and detection of changes to it after its engine was made."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 State = dict[str, object]
+
+
+def hash_weights(model: PreTrainedModel, quantization: str) -> str:
+    """Return a hash of the model's class, its quantisation, and its parameters' names, shapes and some values."""
+    digest = hashlib.sha256(f"{type(model).__name__}{quantization}".encode())
+    for name, weight in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        flat = weight.detach().flatten()
+        samples = flat[:: -(-flat.numel() // 64) or 1]  # up to 64 values, spread over the parameter
+        digest.update(samples.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def capture_state(model: PreTrainedModel) -> State:

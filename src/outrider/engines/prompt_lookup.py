@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.config import is_integer
 from outrider.engines.load import captions_only, load_audio_features, load_tokenizer, read_eos_ids
 from outrider.engines.vocabulary import Vocabulary, check_eos_ids
 from outrider.errors import SettingsError
+from outrider.numeric import as_integer, is_integer
 
 if TYPE_CHECKING:  # importing it loads transformers
     from outrider.engines.torch.model_families import AudioFeatures
@@ -69,6 +69,7 @@ def prompt_lookup(
         ModelError: there is no such tokenizer, or it cannot be loaded.
         SettingsError: min_ngram or max_ngram is out of range.
     """
+    min_ngram, max_ngram = as_integer(min_ngram), as_integer(max_ngram)
     if not (is_integer(min_ngram) and is_integer(max_ngram) and 1 <= min_ngram <= max_ngram <= MAX_NGRAM):
         raise SettingsError(
             f"prompt lookup: expected 1 <= min_ngram <= max_ngram <= {MAX_NGRAM}, not min_ngram {min_ngram!r} and "

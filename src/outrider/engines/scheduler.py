@@ -10,6 +10,7 @@ Chunked prefill: a long prompt is computed over several forwards. Only inputs of
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
@@ -34,6 +35,11 @@ def prefill_chunk(engine: Engine) -> int:
     return int(getattr(engine, "prefill_chunk", PREFILL_CHUNK))
 
 
+def overlap_tokens(engine: Engine) -> float:
+    """Return the tokens of a batch whose halves take little longer, if the engine computes while the host works."""
+    return float(getattr(engine, "overlap_tokens", math.inf))
+
+
 def may_pad_together(narrowest: int, widest: int) -> bool:
     """Return whether inputs between these widths may share a forward, in which all are padded to the widest.
 
@@ -51,6 +57,14 @@ def group_by_width(items: Seq[T], width: Callable[[T], int], limit: int) -> list
         else:
             groups.append([item])
     return groups
+
+
+def halve(items: list[T], width: Callable[[T], int], max_tokens: float) -> list[list[T]]:
+    """Return the items in two batches if they have more than `max_tokens` together, else in one."""
+    if sum(map(width, items)) <= max_tokens or len(items) < 2:
+        return [items]
+    middle = -(-len(items) // 2)
+    return [items[:middle], items[middle:]]
 
 
 def batch_with_first(items: Seq[T], width: Callable[[T], int], *, limit: int, max_tokens: int) -> list[T]:
@@ -120,12 +134,15 @@ class Batch(Generic[R]):
 class Scheduler(Generic[R]):
     """The choice of the next batches from `requests`, to which the driver appends in order of arrival.
 
-    chunk: tokens of long prefills per forward, over all requests. max_batch: requests in one forward.
+    chunk: tokens of long prefills per forward, over all requests. max_batch: requests in one forward. overlap_tokens: a
+    step's batch of more tokens is halved, so that the host works on one half while the engine computes the other.
     """
 
-    def __init__(self, *, chunk: int = PREFILL_CHUNK, max_batch: int = MAX_BATCH) -> None:
+    def __init__(
+        self, *, chunk: int = PREFILL_CHUNK, max_batch: int = MAX_BATCH, overlap_tokens: float = math.inf
+    ) -> None:
         self.requests: list[R] = []
-        self._chunk, self._max_batch = chunk, max_batch
+        self._chunk, self._max_batch, self._overlap_tokens = chunk, max_batch, overlap_tokens
         self._fair_share = FairShare()
         self._engine_seconds: defaultdict[str, float] = defaultdict(float)  # of the present step, by identity
 
@@ -214,8 +231,9 @@ class Scheduler(Generic[R]):
         long = [request for request, remaining in pending if remaining > SHORT_BLOCK_TOKENS]
         shared = limit_to_share(short, _entry_identity, _entry_width, SHORT_BLOCK_TOKENS)
         batches = [
-            Batch([request for request, _ in group], [remaining for _, remaining in group])
+            Batch([request for request, _ in half], [remaining for _, remaining in half])
             for group in group_by_width(shared, _entry_width, self._max_batch)
+            for half in halve(group, _entry_width, self._overlap_tokens)
         ]
         if not long:
             return batches

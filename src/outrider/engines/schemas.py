@@ -36,10 +36,18 @@ CONSTRAINTS: Final = frozenset({
     "maxItems", "uniqueItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
     "exclusiveMaximum", "multipleOf",
 })  # fmt: skip
+COUNTS: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+# Values that constrain nothing, of keywords that llguidance refuses.
+NO_CONSTRAINT: Final[dict[str, tuple[Any, ...]]] = {
+    "uniqueItems": (False,),
+    "not": (False,),
+    **dict.fromkeys(("propertyNames", "unevaluatedProperties", "unevaluatedItems"), (True, {})),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
+}
 
 
 def read_schema(text: str) -> Schema:
-    """Parse a schema. Return {} for true, which allows every value.
+    """Parse and normalize a schema. Return {} for true, which allows every value.
 
     Raises:
         GrammarError: the text is not JSON, or is not a schema, or is false, which allows none.
@@ -52,7 +60,24 @@ def read_schema(text: str) -> Schema:
         raise GrammarError("a schema is an object, true or false", "")
     if schema is False:
         raise GrammarError("the schema false allows no output", "")
-    return {} if schema is True else schema
+    return {} if schema is True else normalize(schema)
+
+
+def normalize(schema: Schema) -> Schema:
+    """Change a schema in place for llguidance, and return it: integers as 2.0, and keywords that constrain nothing."""
+    for part in SchemaParts(schema):
+        for key in COUNTS:
+            if isinstance(count := part.get(key), float) and count.is_integer():
+                part[key] = int(count)
+        for key, values in NO_CONSTRAINT.items():
+            if any(_is_same(part.get(key), value) for value in values):
+                del part[key]
+    return schema
+
+
+def _is_same(value: object, other: object) -> bool:
+    """Return whether two JSON values are equal. In Python, false equals 0."""
+    return type(value) is type(other) and value == other
 
 
 def write_schema(schema: Schema) -> str:

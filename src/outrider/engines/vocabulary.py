@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.config import is_integer
 from outrider.engines.locking import get_lock
 from outrider.errors import ModelError
+from outrider.numeric import is_integer
 
 log = logging.getLogger(__name__)
 

@@ -64,6 +64,8 @@ def unsupported_reason(mode: str, draft: Engine | None, target: Engine | None) -
     for engine in [target] if mode == "plain" else [target, draft]:
         if engine is not None and not isinstance(engine, TorchEngine):
             return f"{engine.name} is not a transformers model here"
+        if engine is not None and engine.fp8_cache:
+            return f"transformers has no fp8 KV cache, as {engine.name} has here"
     if mode == "plain" or not (isinstance(draft, TorchEngine) and isinstance(target, TorchEngine)):
         return None
     if draft.fingerprint != target.fingerprint:

@@ -119,7 +119,8 @@ class EvalContext:
             return {"edge": edge, "cloud": None}
         reader = self._reader or self.draft or self._tokenizer
         cloud = self.verifier.describe(None if reader is None else describe(reader))
-        return {"edge": edge, "cloud": {"name": cloud.name, "vocabulary": cloud.fingerprint}}
+        facts = {"name": cloud.name, "vocabulary": cloud.fingerprint, "quantization": cloud.quantization}
+        return {"edge": edge, "cloud": facts}
 
 
 def describe_run(
@@ -195,13 +196,14 @@ def data_hash(items: Sequence[Item]) -> str:
 
 
 def describe_engine(engine: Engine) -> Row:
-    """Describe an engine: identity of its weights and vocabulary, dtype and device."""
+    """Describe an engine: identity of its weights and vocabulary, dtype, quantisation and device."""
     return {
         "name": engine.name,
-        "identity": getattr(engine, "identity", None),
         "vocabulary": engine.fingerprint,
         "dtype": str(getattr(engine, "dtype", "")).removeprefix("torch."),
+        "quantization": getattr(engine, "quantization", None),
         "device": str(getattr(engine, "device", "")),
+        "identity": getattr(engine, "identity", None),  # last, because messages name the first difference
     }
 
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from outrider.config import is_integer
 from outrider.decoding.sequence import Source
 from outrider.errors import DataError
+from outrider.numeric import is_integer
 from outrider.planning.json_validation import (
     Row,
     entries,

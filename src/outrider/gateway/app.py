@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -61,7 +61,7 @@ class GatewayInfo:
     """The gateway's description at `/v1/outrider`.
 
     overview: the fields of `response_schema.Overview`. cloud: returns the cloud's name, which may be known later than
-    the rest. trouble: returns the reason while the cloud is unreachable, else None.
+    the rest. trouble: returns the reason while the cloud cannot be used, else None.
     """
 
     overview: JsonObject
@@ -82,7 +82,7 @@ def build_overview(
         "edge": defaults.edge,
         "cloud": cloud,
         "drafter": drafter,
-        "defaults": asdict(defaults.options),
+        "defaults": defaults.options.applicable(),
         "settings": dict(defaults.settings),
         "audio": bool(defaults.audio_seconds),
         "text": defaults.text,

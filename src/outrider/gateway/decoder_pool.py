@@ -6,12 +6,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from outrider.api import SpeculativeDecoder
 from outrider.config import DecodingMode, check_choice
-from outrider.decoding.options import DecodingOptions
+from outrider.decoding.options import UNUSED, DecodingOptions
 from outrider.edge.prompt_reader import needs_translation
 from outrider.engines.base import Engine
 from outrider.engines.prompt_lookup import PromptLookup
@@ -19,7 +19,7 @@ from outrider.engines.shared_engine import share
 from outrider.errors import CloudError, SettingsError
 from outrider.netem.conditions import parse_conditions
 from outrider.verifiers.base import Connectable, Verifier, disconnect
-from outrider.verifiers.local import LocalVerifier
+from outrider.verifiers.local import LocalVerifier, describe
 
 Settings = Mapping[str, Any]  # fields of GenerationSettings
 CUT = "cut"
@@ -52,6 +52,11 @@ class RequestOptions(DecodingOptions):
             return replace(used, net="none")
         net = self.net if self.net == CUT else str(parse_conditions(self.net))
         return replace(used, net=net, watch=self.watch and self.way == "speculative")
+
+    def applicable(self) -> dict[str, Any]:
+        """Return the options that the mode uses, by name."""
+        unused = (*UNUSED[self.way], *(("net",) if self.way == "edge-only" else ()))
+        return {name: value for name, value in asdict(self).items() if name not in unused}
 
 
 @runtime_checkable
@@ -140,7 +145,7 @@ class DecoderPool:
     @property
     def name(self) -> str:
         """The name of the drafter, or "none"."""
-        return self.engine.name if self._drafts else "none"
+        return describe(self.engine).label if self._drafts else "none"
 
     def pin(self, options: RequestOptions) -> SpeculativeDecoder:
         """Return `decoder(options)`, and never evict it or its verifier."""

@@ -12,6 +12,8 @@ MAX_FIELDS: Final = 64
 MAX_HEAD: Final = 2**13  # bytes of the headers of one field
 _BOUNDARY: Final = re.compile(r';\s*boundary=(?:"([^"]{1,70})"|([^\s";,]{1,70}))', re.IGNORECASE)
 _DISPOSITION: Final = re.compile(rb"(?:^|\r\n)content-disposition:\s*form-data\s*;([^\r\n]*)", re.IGNORECASE)
+_QUOTED: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_FILE_NAME: Final = re.compile(rb";\s*filename\*?\s*=", re.IGNORECASE)
 _PARAMETER: Final = re.compile(rb'(name|filename)="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
 
 
@@ -59,7 +61,8 @@ def _parse_field(part: bytes) -> tuple[str, FormField]:
         name = ""
     if not name:
         raise _invalid("a field has no name")
-    return name, FormField(part[end + 4 :], b"filename" in parameters)
+    is_file = _FILE_NAME.search(_QUOTED.sub(b"", disposition[1])) is not None
+    return name, FormField(part[end + 4 :], is_file)
 
 
 def _invalid(reason: str) -> RequestError:

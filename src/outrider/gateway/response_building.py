@@ -203,7 +203,7 @@ class Choice:
         return reason if self._tools is None else self._tools.finish_reason(reason)
 
     def _outcome(self, result: Result) -> JsonObject:
-        warnings = self._tools.warnings if self._tools is not None else []
+        warnings = self._tools.warnings(result.finish_reason) if self._tools is not None else []
         return outcome(result, [*self._request.notes, *warnings])
 
     def _choice(self, data: JsonObject, finish: str | None, logprobs: JsonObject | None = None) -> JsonObject:

@@ -266,7 +266,7 @@ class Transcription(Reply):
 
 
 class Tokens(Reply):
-    """The answer of `POST /tokenize`. max_model_len: the model's window, null if unlimited."""
+    """The answer of `POST /tokenize`. max_model_len: the models' window, null if unlimited."""
 
     count: int
     max_model_len: int | None
@@ -303,7 +303,7 @@ class Cut(Reply):
 
 
 class Health(Reply):
-    """The gateway's state. status: degraded while the cloud is unreachable, with the reason."""
+    """The gateway's state. status: degraded while the cloud cannot be used, with the reason."""
 
     status: Literal["ok", "degraded"]
     reason: str | None
@@ -316,8 +316,9 @@ class Overview(Reply):
     """The gateway's description. text: False for a model that only takes recordings.
 
     drafter: the source of drafts, "none" if the cloud decodes alone. Prompt lookup alone cannot generate without the
-    cloud, and prompt lookup supports no gate, with or without a model. defaults: those of the `outrider` field.
-    networks: whether requests may set outrider.net. cut: whether they may set it to `cut`.
+    cloud, and prompt lookup supports no gate, with or without a model. defaults: those of the `outrider` field, without
+    the options that a gateway without an edge model or a cloud does not use. networks: whether requests may set
+    outrider.net. cut: whether they may set it to `cut`.
     """
 
     edge: str

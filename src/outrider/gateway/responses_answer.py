@@ -169,7 +169,8 @@ class ResponsesAnswer(SingleOutput):
 
     def _response(self, result: Result) -> JsonObject:
         is_cut = result.finish_reason == "length"
-        report = outcome(result, [*self._request.notes, *(self._tools.warnings if self._tools is not None else ())])
+        warnings = self._tools.warnings(result.finish_reason) if self._tools is not None else []
+        report = outcome(result, [*self._request.notes, *warnings])
         if self._tokens is not None:
             report["tokens"] = self._tokens.final[: len(result.token_ids)]
         status = {"status": "incomplete" if is_cut else "completed", "incomplete_details": _CUT if is_cut else None}

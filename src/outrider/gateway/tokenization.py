@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -40,10 +41,13 @@ class DetokenizeRequest(StrictModel):
 
 
 class Tokenization:
-    """The tokenizer of the model that encodes prompts. engine: that model."""
+    """The tokenizer of the model that encodes prompts. engine: that model.
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    max_length: returns the most positions of prompt and output together, None without a limit.
+    """
+
+    def __init__(self, engine: Any, max_length: Callable[[], int | None]) -> None:
+        self._engine, self._max_length = engine, max_length
 
     def tokenize(self, body: bytes, defaults: Defaults) -> JsonObject:
         """Return the tokens of a prompt.
@@ -60,7 +64,7 @@ class Tokenization:
             field = "messages" if request.messages is not None else "prompt"
             raise with_param(error, place_of(error) or field) from error
         names = self._tokenizer().convert_ids_to_tokens(ids) if request.return_token_strs else None
-        return {"count": len(ids), "max_model_len": self._engine.max_length, "tokens": ids, "token_strs": names}
+        return {"count": len(ids), "max_model_len": self._max_length(), "tokens": ids, "token_strs": names}
 
     def detokenize(self, body: bytes, _: Defaults) -> JsonObject:
         """Return the text of tokens, special ones included.

@@ -85,6 +85,8 @@ class ToolParser:
     names: the tools. Calls of other names are text. whole: report a call at its end, and only if it is valid. Otherwise
     it is reported once its arguments begin, and `broken` counts the calls that turn out to be invalid after that.
     calls_or_text: the output is calls only if it begins with the opener, and otherwise text throughout.
+
+    malformed, cut_off: number of calls that are text, because they are invalid or because the output ended within them.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class ToolParser:
         self.calls = 0
         self.broken = 0
         self.malformed = 0
+        self.cut_off = 0
 
     def feed(self, text: str) -> list[Part]:
         """Process a piece of the output, and return the completed parts."""
@@ -114,7 +117,15 @@ class ToolParser:
 
     def end(self) -> list[Part]:
         """Return the remaining parts at the end of the output."""
-        parts = self._end_call() if self._state == self._object else []
+        parts = list[Part]()
+        if self._state == self._object:
+            before = self.malformed
+            parts = self._end_call()
+            self.cut_off, self.malformed = self.malformed - before, before
+        elif self._state == self._group:
+            if self._in_group and self._closer.startswith(self._pending):
+                self._pending = ""
+            self.cut_off = int(self._syntax.opener in self._lead or (self._in_group > 0 and bool(self._lead.strip())))
         rest = self._lead + self._pending
         self._lead = self._pending = ""
         return [*parts, Text(rest)] if rest and not (self.calls and not rest.strip()) else parts
@@ -225,7 +236,8 @@ class ToolParser:
             return parts
         lead, self._lead, self._state = self._lead, "", self._text
         self.broken += self._started
-        self.malformed += not self._started and (self._syntax.opener in lead or self._scanner.name is not None)
+        is_call = self._syntax.opener in lead or self._in_group > 0 or self._scanner.name is not None
+        self.malformed += not self._started and is_call
         return parts if self._started else [Text(lead + self._scanner.raw)]
 
 

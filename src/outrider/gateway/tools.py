@@ -11,6 +11,7 @@ from typing import Any, Final
 from outrider.config import Grammar
 from outrider.decoding.events import StreamEvent
 from outrider.decoding.result import Result
+from outrider.decoding.stopping import FinishReason
 from outrider.errors import PromptError, SettingsError
 from outrider.gateway.errors import JsonObject, RequestError
 from outrider.gateway.request_schema import ChatRequest, JsonObjectFormat, JsonSchemaFormat, NamedToolChoice
@@ -271,13 +272,14 @@ class ToolOutput:
         """Return OpenAI's finish reason. reason: that of an answer without calls."""
         return "tool_calls" if self._calls and reason != "length" else reason
 
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings about calls that are not reported as the model wrote them."""
+    def warnings(self, finish_reason: FinishReason) -> list[str]:
+        """Return warnings about calls that are not reported as the model wrote them."""
+        end = "by the token limit" if finish_reason == "length" else "at the end of the output"
         counts = {
             "tool calls in the output are malformed, or name no tool of the request: they are text of the answer": (
                 self._parser.malformed
             ),
+            f"tool calls were cut off {end}: they are text of the answer": self._parser.cut_off,
             "tool calls ended within their arguments, which are not valid JSON": self._parser.broken,
             "tool calls were left out: parallel_tool_calls is false": self._left_out,
         }

@@ -25,6 +25,7 @@ from outrider.gateway.response_building import StableText, encode_event, outcome
 from outrider.prompts.audio import Audio
 
 _NO_TIMES: Final = "the models generate no timestamps"
+_NO_FILE: Final = "expected an uploaded file, not a text: a file has a file name in its Content-Disposition"
 _UNSUPPORTED: Final = {
     "timestamp_granularities": _NO_TIMES,
     "include": "only chat completions and completions report log-probabilities",
@@ -54,7 +55,8 @@ def _prepare(body: bytes, content_type: str, defaults: Defaults) -> tuple[Parsed
     form = parse_form(body, content_type)
     request = validate(TranscriptionRequest, _field_values(form))
     if not form["file"].is_file or not request.file:
-        raise RequestError("file: send a file that is not empty", param="file", code="invalid_value")
+        reason = "the file is empty" if form["file"].is_file else _NO_FILE
+        raise RequestError(f"file: {reason}", param="file", code="invalid_value")
     if not defaults.audio_seconds:
         raise RequestError(defaults.audio_refusal, param="file")
     if request.stream and request.response_format != "json":

@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from outrider.errors import SettingsError
+from outrider.numeric import as_number
 
 MAX_SECONDS = 86_400.0  # s
 MIN_RATE, MAX_RATE = 1.0, 1e12  # bit/s
@@ -140,6 +141,7 @@ def _format_quantity(value: float, units: dict[str, int]) -> str:
 
 def _validate(name: str, value: Any) -> float:
     """Return `value` as a float. Raise SettingsError if it is outside the range of the field `name`."""
+    value = as_number(value)
     _require(not isinstance(value, bool) and isinstance(value, (int, float)), f"{name} is a number, not {value!r}")
     if name in ("up", "down"):
         _require(MIN_RATE <= value <= MAX_RATE, f"{name} is between 1 bit/s and 1000 Gbit/s, not {value} bit/s")

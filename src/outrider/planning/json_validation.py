@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outrider.config import is_integer, is_number
 from outrider.errors import DataError
 from outrider.files import parse_json, read_text
+from outrider.numeric import is_integer, is_number
 
 Row = dict[str, Any]
 T = TypeVar("T")

@@ -28,12 +28,13 @@ def check_provenance(traces: Path, *, edge: ModelId, cloud: ModelId, settings: G
     if not path.exists():
         return False
     recorded = _lookup(read_json(path), ("configuration",))
-    comparisons = [(key, _lookup(recorded, key), expected) for key, expected in _expected_fields(edge, cloud, settings)]
+    expected_fields = _expected_fields(edge, cloud, settings)
+    comparisons = [(key, _lookup_recorded(recorded, key), expected) for key, expected in expected_fields]
     for key, found, expected in comparisons:
         if found not in (MISSING, expected):
             raise SettingsError(
-                f"{path}: configuration.{'.'.join(key)} is {found!r} for these traces, and {expected!r} was asked for: "
-                "a gate is calibrated with the options that its traces were taken with"
+                f"{path}: configuration.{'.'.join(key)} is {found!r} for these traces, and {expected!r} here: a "
+                "gate is calibrated with the options that its traces were taken with"
             )
     return any(found is not MISSING for _, found, _ in comparisons)
 
@@ -43,9 +44,18 @@ def _expected_fields(edge: ModelId, cloud: ModelId, settings: GenerationSettings
     for side, model in (("edge", edge), ("cloud", cloud)):
         yield ("models", side, "name"), model.name
         yield ("models", side, "vocabulary"), model.fingerprint
+        yield ("models", side, "quantization"), model.quantization
     for name in calibrated_settings(settings):
         value = getattr(settings, name)
         yield ("generation", name), list(value) if isinstance(value, tuple) else value
+
+
+def _lookup_recorded(recorded: Any, key: Key) -> Any:
+    """Return a field of run.json. A model without the field was recorded before models could be quantised."""
+    found = _lookup(recorded, key)
+    if found is MISSING and key[-1] == "quantization" and _lookup(recorded, (*key[:-1], "name")) is not MISSING:
+        return None
+    return found
 
 
 def _lookup(value: Any, key: Key) -> Any:

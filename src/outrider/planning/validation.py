@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outrider.config import is_integer, is_number
 from outrider.errors import SettingsError
+from outrider.numeric import is_integer, is_number
 
 
 def share(**values: float) -> None:

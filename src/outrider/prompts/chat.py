@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from functools import lru_cache
-from numbers import Integral
 from typing import Any, TypeVar
 
 from outrider.engines.base import Prompt
 from outrider.engines.vocabulary import tokenize
 from outrider.errors import ContextError, PromptError
+from outrider.numeric import as_integer, is_integer
 from outrider.prompts import audio as recordings
 from outrider.prompts import captions, chat_template
 from outrider.prompts.audio import Audio
@@ -142,11 +142,12 @@ def _check_ids(engine: Any, ids: Seq[int]) -> tuple[int, ...]:
         raise PromptError("the prompt is empty: it has no tokens")
     if engine.max_length is not None and len(ids) > engine.max_length:
         raise ContextError(f"a prompt of {len(ids)} tokens: {engine.name} holds {engine.max_length}")
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, Integral):
+    numbers = tuple(map(as_integer, ids))
+    for token in numbers:
+        if not is_integer(token):
             raise PromptError(f"a token id is a whole number, not {token!r}")
         if not 0 <= token < engine.vocab_size:
             raise PromptError(
                 f"token id {token} is outside the vocabulary of {engine.name} (0 to {engine.vocab_size - 1})"
             )
-    return tuple(int(token) for token in ids)
+    return numbers

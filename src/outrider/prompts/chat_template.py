@@ -29,7 +29,11 @@ _MARK: Final = "Mark{}of9Texts"
 _PRINTED_LIST: Final = re.compile(r"""['"]text['"]\s*:\s*['"]Mark\d+of9Texts""")  # a list printed as Python or JSON
 _CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' tag, with the blank by which it detects trimming
 _REASONING_END: Final = "</think>"  # templates leave out the assistant's reasoning before it
-_ROLES: Final = [("role", role) for role in ("system", "developer", "user", "assistant", "tool")]
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+# A template's comparison of a role with one name or with a list of names.
+_ROLE_TEST: Final = re.compile(
+    r"""role['"]?\]?\s*(?:[!=]=\s*(['"]\w+['"])|(?:not\s+)?in\s*[\[(]([^\])]*))""",
+)
 _KINDS: Final = [("type", kind) for kind in ("text", "audio", "function")]
 _CONTENT_FORMS: Final = ("given", "text", "parts")
 MAX_CACHED_SHAPE: Final = 2**14  # characters of a conversation's shape whose form is cached
@@ -47,6 +51,7 @@ def render(name: str, tokenizer: Any, messages: Messages, *, recording: bool = F
     source = _source(name, tokenizer, tools)
     messages = _validate(messages, recording=recording)
     check_messages(name, tokenizer, messages, tools)
+    _check_roles(source, messages)
     continued = messages[-1].get("role") == "assistant"
     if continued and messages[-1].get("tool_calls"):
         raise _error(messages, -1, "the last message calls tools: add messages with their results", "tool_calls")
@@ -80,14 +85,26 @@ def _validate(messages: Messages, *, recording: bool) -> list[dict[str, Any]]:
     except (TypeError, ValueError, RecursionError) as error:
         raise PromptError(f"the chat messages cannot be read: {error}") from error
     for number, message in enumerate(plain):
-        if not isinstance(message.get("role"), str):
-            raise _error(plain, number, "it has no role", "role")
+        if not isinstance(role := message.get("role"), str):
+            raise _error(
+                plain, number, "it has no role" if role is None else f"the role {role!r} is not a text", "role"
+            )
         content = message.get("content", "" if "tool_calls" in message else None)
         if not isinstance(content, str | list):
             raise _error(plain, number, "content is a text or a list of parts")
         for part in [] if isinstance(content, str) else content:
             _check_part(_label(plain, number), part, recording=recording)
     return plain
+
+
+def _check_roles(source: str, messages: Messages) -> None:
+    """Raise PromptError for a role that is neither a usual one nor named in the template. It is probably a typo."""
+    named = "".join(map("".join, _ROLE_TEST.findall(source)))
+    known = list(dict.fromkeys([*ROLES, *re.findall(r"""['"](\w+)['"]""", named)]))
+    for number, message in enumerate(messages):
+        if message["role"] not in known:
+            reason = f"the role {message['role']!r}: expected one of {', '.join(known)}"
+            raise _error(messages, number, reason, "role")
 
 
 def _is_unset(message: dict[str, Any], key: str) -> bool:
@@ -296,7 +313,7 @@ def _iterate_texts(path: str, value: Any) -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             if key == "tool_calls":
                 yield from iterate_strings(f"{path}.{key}", inner)
-            elif (key, inner) not in (*_ROLES, *_KINDS):
+            elif (key, inner) not in _KINDS and not (key == "role" and inner in ROLES):
                 yield from _iterate_texts(f"{path}.{key}", inner)
     elif isinstance(value, list):
         for number, inner in enumerate(value):

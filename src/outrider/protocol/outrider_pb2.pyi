@@ -32,7 +32,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeAnswer(_message.Message):
-    __slots__ = ("protocol", "name", "vocab_size", "row_count", "eos_ids", "fingerprint", "model", "max_length", "audio_seconds", "max_drafts", "tokenizer", "captions_only")
+    __slots__ = ("protocol", "name", "vocab_size", "row_count", "eos_ids", "fingerprint", "model", "max_length", "audio_seconds", "max_drafts", "tokenizer", "captions_only", "quantization")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class DescribeAnswer(_message.Message):
     MAX_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     CAPTIONS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     name: str
     vocab_size: int
@@ -57,7 +58,8 @@ class DescribeAnswer(_message.Message):
     max_drafts: int
     tokenizer: bytes
     captions_only: bool
-    def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., row_count: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[bytes] = ..., model: _Optional[bytes] = ..., max_length: _Optional[int] = ..., audio_seconds: _Optional[float] = ..., max_drafts: _Optional[int] = ..., tokenizer: _Optional[bytes] = ..., captions_only: _Optional[bool] = ...) -> None: ...
+    quantization: str
+    def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., row_count: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[bytes] = ..., model: _Optional[bytes] = ..., max_length: _Optional[int] = ..., audio_seconds: _Optional[float] = ..., max_drafts: _Optional[int] = ..., tokenizer: _Optional[bytes] = ..., captions_only: _Optional[bool] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class VocabularyRequest(_message.Message):
     __slots__ = ()

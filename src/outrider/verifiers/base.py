@@ -29,7 +29,8 @@ class ModelInfo:
     strings in order of their ids, and is called only when fingerprints differ, because they can be many. decode: turns
     ids into text, special tokens included. special_ids: the tokenizer's special tokens. read_tokenizer: fetches the
     packed files of the tokenizer (`protocol.tokenizer_files`). It is None if the server sends none. captions_only: the
-    checkpoint was trained for recordings alone.
+    checkpoint was trained for recordings alone. quantization: what loading changed, such as "int8, fp8 KV cache", or
+    None if the model is the checkpoint's, or if this is unknown.
     """
 
     name: str
@@ -45,11 +46,22 @@ class ModelInfo:
     special_ids: tuple[int, ...] = field(default=(), repr=False)
     read_tokenizer: Callable[[], bytes] | None = field(default=None, repr=False, compare=False)
     captions_only: bool = False
+    quantization: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Return the name together with the quantisation, for messages."""
+        return label_model(self.name, self.quantization)
 
     @property
     def vocabulary(self) -> list[str]:
         """Return the token strings in order of their ids. The list is empty without a tokenizer."""
         return self.read_vocabulary()
+
+
+def label_model(name: str, quantization: str | None) -> str:
+    """Return a model's name together with its quantisation, for messages."""
+    return f"{name} ({quantization})" if quantization else name
 
 
 @dataclass(frozen=True)
@@ -58,7 +70,7 @@ class SessionParams:
 
     vocab_size: number of ids that the target may emit. hides_audio: the prompt has a recording that the edge does not
     send to the verifier (`--privacy tokens`). grammar: that of the settings, compiled for the edge's vocabulary, for
-    verifiers without a tokenizer.
+    verifiers without a tokenizer. fingerprint: of the target's vocabulary at the handshake, or empty.
     """
 
     settings: GenerationSettings
@@ -66,6 +78,7 @@ class SessionParams:
     vocab_size: int
     hides_audio: bool = False
     grammar: CompiledGrammar | None = None
+    fingerprint: str = ""
 
 
 class Verifier(Protocol):
@@ -103,10 +116,10 @@ class Connectable(Protocol):
     """A verifier behind a network connection, which may be unreachable."""
 
     def probe(self) -> None:
-        """Check the connection.
+        """Check the connection, and that the server still has the model that it had at first.
 
         Raises:
-            CloudError: the server is unreachable or cannot verify.
+            CloudError: the server is unreachable, cannot verify, or serves another model.
         """
         ...
 
@@ -148,6 +161,10 @@ class RemoteSessions(SessionTable[S], ABC):
     @abstractmethod
     def disconnect(self) -> None:
         """Close all sessions and the connection."""
+
+    @abstractmethod
+    def forget_model(self) -> None:
+        """Forget a model that does not fit the drafter. The server may have another one at the next handshake."""
 
     @abstractmethod
     def submit(self, session: int, request: Verify) -> Future[Verdict]:

@@ -14,6 +14,7 @@ from outrider.config import check_type
 from outrider.engines.load import load_engine
 from outrider.errors import DataError, SettingsError
 from outrider.files import decode_text
+from outrider.numeric import as_number, is_number
 from outrider.transport.endpoint import TCP, Network
 from outrider.transport.hosts import ascii_host
 from outrider.verifiers.base import Verifier
@@ -132,8 +133,9 @@ def _connect_remote(
     check_type("token", token, (str, NoneType), "a text")
     for name, file in {"token_file": token_file, "ca": ca, "cert": cert, "key": key}.items():
         check_type(name, file, (str, Path, NoneType), "the path of a file")
+    deadline, patience = as_number(deadline), as_number(patience)
     for name, seconds in (("deadline", deadline), ("patience", patience)):
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+        if not is_number(seconds) or seconds <= 0:
             raise SettingsError(f"{name} is a number of seconds above 0, not {seconds!r}")
     if token is not None and token_file is not None:
         raise SettingsError("token and token_file are both given: give one of them")

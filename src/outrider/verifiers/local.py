@@ -90,6 +90,7 @@ def describe(engine: Engine | PromptLookup) -> ModelInfo:
         None if engine.tokenizer is None else lambda ids: str(engine.tokenizer.decode(list(ids))),
         tuple(getattr(engine.tokenizer, "all_special_ids", ())),
         captions_only=bool(getattr(engine, "captions_only", False)),
+        quantization=getattr(engine, "quantization", None),
     )
 
 

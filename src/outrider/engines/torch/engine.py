@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import math
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from outrider.decoding.actions import Proposal
 from outrider.engines.base import Prompt, SequenceInput, check_inputs, plan_kv_budget
 from outrider.engines.checkpoint import TASKS, is_captions_only
 from outrider.engines.locking import Locked, exclusive, get_lock
-from outrider.engines.model_changes import capture_state, find_change
+from outrider.engines.model_changes import capture_state, find_change, hash_weights
 from outrider.engines.prefix_cache import PrefixCache
 from outrider.engines.scheduler import PREFILL_CHUNK
-from outrider.engines.self_test import SelfTest, check_weights, explain_non_finite
+from outrider.engines.self_test import SELF_TESTS, check_weights, explain_non_finite, measure_fp8_noise
 from outrider.engines.torch.attention import (
     ATTENTION_NAME,
     BY_ROW_TYPES,
@@ -32,6 +32,7 @@ from outrider.engines.torch.attention import (
 )
 from outrider.engines.torch.fused_model import (
     FUSED_PREFILL_CHUNK,
+    OVERLAP_TOKENS,
     FusedModel,
     Media,
     missing_requirement,
@@ -47,17 +48,12 @@ from outrider.engines.torch.model_families import (
     read_max_length,
 )
 from outrider.engines.torch.model_runner import ModelRunner, PendingSamples, split_prefill
+from outrider.engines.torch.quantization import find_quantization
 from outrider.engines.vocabulary import Vocabulary, check_eos_ids, read_eos_ids, warn_if_eos_differs
 from outrider.errors import ModelError, PromptError, StateError
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledRows
 
-SELF_TESTS = {
-    torch.float64: SelfTest(9, 3, 3, 1e-3),
-    torch.float32: SelfTest(9, 3, 3, 1e-3),
-    torch.bfloat16: SelfTest(64, 12, 3, 0.5),
-    torch.float16: SelfTest(64, 12, 3, 0.2),
-}
 log = logging.getLogger(__name__)
 
 
@@ -73,21 +69,29 @@ class TorchEngine(Vocabulary, Locked):
     """A loaded transformers model with KV slots. `Engine` in base.py has the contract.
 
     Calls from several threads take turns. On a GPU, the weights of a model that can be fused become views of merged
-    ones (fused_model.py).
+    ones (fused_model.py). fp8_cache: keys and values are stored as float8.
 
     Raises:
         ModelError: the self-test shows that the model's cache cannot be truncated, its logits are not finite, or its
             dtype is not supported. The message names the model.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, extractor: Any = None, name: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        extractor: Any = None,
+        name: str | None = None,
+        *,
+        fp8_cache: bool = False,
+    ) -> None:
         self.name, self._is_loaded_model = name or type(model).__name__, name is None
-        self.lock = get_lock(model)
+        self.lock, self.fp8_cache = get_lock(model), fp8_cache
         with self.lock:
-            self._prepare_model(model, tokenizer, extractor)
+            self._prepare_model(model, tokenizer, extractor, fp8_cache=fp8_cache)
 
-    def _prepare_model(self, model: Any, tokenizer: Any, extractor: Any) -> None:
-        check_weights(model, self.name, tuple(SELF_TESTS))
+    def _prepare_model(self, model: Any, tokenizer: Any, extractor: Any, *, fp8_cache: bool) -> None:
+        check_weights(model, self.name)
         self.model = model.eval()
         self.tokenizer = tokenizer
         self._family = AudioModel(model, extractor) if is_audio_model(model) else TextModel(model)
@@ -97,7 +101,8 @@ class TorchEngine(Vocabulary, Locked):
         if self.audio is not None and model.device.type == "cuda":
             batch_audio_windows(model, self.audio.tower)
         self.device, self.dtype = model.device, model.dtype
-        self._cache = SlotKVCache(self._text_config.num_hidden_layers, by_row=self._attends_by_row)
+        self.quantization = find_quantization(model, fp8_cache=fp8_cache)
+        self._cache = self._new_cache()
         self._media: dict[int, _SlotAudio] = {}
         self.prefix_cache = PrefixCache()
         self.row_count = int(self._text_config.vocab_size)
@@ -106,15 +111,20 @@ class TorchEngine(Vocabulary, Locked):
         self.captions_only = is_captions_only(getattr(model.config, TASKS, None))
         self.max_length = read_max_length(self._text_config)
         self._runner = self._make_runner()
+        self.prefill_chunk = PREFILL_CHUNK if self._runner is None else FUSED_PREFILL_CHUNK  # see engines/scheduler.py
+        self.overlap_tokens = math.inf if self._runner is None else OVERLAP_TOKENS
         self._state = capture_state(model)
         self.noise = self._run_self_test()
+        if fp8_cache:  # not before: that test compares with transformers, which has no such cache
+            self._cache = self._new_cache(fp8=True)
+            self.noise += measure_fp8_noise(self, self._cache, type(model).__name__)
         self.position_bytes = sum(b.nbytes // b.shape[1] for b in self._cache.buffers)
 
-    @property
-    def _attends_by_row(self) -> bool:
-        """Return whether each row of a batch may attend to a view of its own keys, as on a CPU (attention.py)."""
+    def _new_cache(self, *limits: int, fp8: bool = False) -> SlotKVCache:
+        """Return a KV cache. On a CPU, each row of a batch may attend to a view of its own keys (attention.py)."""
         is_grouped = getattr(self._family.language.config, "_attn_implementation", None) == ATTENTION_NAME
-        return is_grouped and self.device.type == "cpu" and self._text_config.model_type in BY_ROW_TYPES
+        by_row = is_grouped and self.device.type == "cpu" and self._text_config.model_type in BY_ROW_TYPES
+        return SlotKVCache(self._text_config.num_hidden_layers, *limits, by_row=by_row, fp8=fp8)
 
     def changed_part(self) -> str | None:
         """Return the name of a part of the model that changed since the engine was made, or None."""
@@ -127,17 +137,11 @@ class TorchEngine(Vocabulary, Locked):
 
     @cached_property
     def identity(self) -> str:
-        """Return a hash of the class and of the parameters' names, shapes and some values.
+        """Return a hash of the model. It is equal wherever the same release of transformers loads the same checkpoint.
 
-        Equal wherever the same checkpoint is loaded in the same dtype by the same release of transformers.
+        Another dtype, quantisation or format of the KV cache gives another hash.
         """
-        digest = hashlib.sha256(type(self.model).__name__.encode())
-        for name, weight in sorted(self.model.named_parameters()):
-            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-            flat = weight.detach().flatten()
-            samples = flat[:: -(-flat.numel() // 64) or 1]  # up to 64 values, spread over the parameter
-            digest.update(samples.float().cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        return hash_weights(self.model, self.quantization or "")
 
     # Memory -------------------------------------------------------------------------------------------------
 
@@ -161,7 +165,7 @@ class TorchEngine(Vocabulary, Locked):
         limit = read_max_length(self._text_config) or None
         each = self.position_bytes
         slots, length = plan_kv_budget(self.name, self._cache.in_use, budget, max_length, limit, lambda n: n * each)
-        self._cache = SlotKVCache(len(self._cache.layers), slots, length, budget // each, by_row=self._attends_by_row)
+        self._cache = self._new_cache(slots, length, budget // each, fp8=self.fp8_cache)
         if self._runner is not None:
             self._runner.release_cache()
         self.max_length = length
@@ -235,11 +239,6 @@ class TorchEngine(Vocabulary, Locked):
         """Run `forward` for several slots at once."""
         counts = [seq_input.logits_to_keep for seq_input in inputs]
         return [rows.float() for rows in torch.split(self._logits(inputs)[: sum(counts)], counts)]
-
-    @property
-    def prefill_chunk(self) -> int:
-        """Return the tokens of a long prompt per forward, where others wait or it may be cancelled."""
-        return PREFILL_CHUNK if self._runner is None else FUSED_PREFILL_CHUNK
 
     @property
     def samples_on_device(self) -> bool:
@@ -327,7 +326,8 @@ class TorchEngine(Vocabulary, Locked):
         if self.device.type != "cuda":
             return None
         decoder, head = self._family.decoder, self.model.get_output_embeddings()
-        reason = missing_requirement(self.device) or unsupported_reason(self.model, decoder, head, self._text_config)
+        reason = f"it has {self.quantization}" if self.quantization else missing_requirement(self.device)
+        reason = reason or unsupported_reason(self.model, decoder, head, self._text_config)
         if reason is not None:
             log.warning("%s runs without CUDA graphs, which is slower: %s", self.name, reason)
             return None

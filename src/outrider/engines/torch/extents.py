@@ -4,14 +4,17 @@
     0          192      320       512                896   total
 
 An extent holds some positions more than its sequence. When they are used up, it grows into the gap behind it, or moves
-to another gap. If no gap is large enough, the range grows by a sixteenth, and if it has space but in pieces, all
-extents are packed.
+to another gap. If no gap is large enough, all extents are packed, in a range that is larger by a sixteenth if it has no
+space left: since everything is copied then, each gets new space to grow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from outrider.errors import StateError
 
@@ -73,7 +76,7 @@ class Layout:
         return self._placed(slot, Extent(best.base, min(best.size, wanted)))
 
     def _placed(self, slot: int, extent: Extent) -> Layout:
-        return Layout(self.total, {**self.extents, slot: extent})
+        return Layout(self.total, {**self.without(slot).extents, slot: extent})  # last, see `Move.between`
 
     def _gaps(self) -> Iterator[Extent]:
         start = 0
@@ -114,25 +117,38 @@ class Run:
 
 @dataclass(frozen=True)
 class Move:
-    """Runs to copy from one layout to another. in_place: within the buffer, in any order. Otherwise to a new buffer."""
+    """Runs to copy from one layout to another. in_place: within the buffer, in this order; else to a new buffer."""
 
     runs: list[Run]
     in_place: bool
 
     @classmethod
     def between(cls, old: Layout, new: Layout, length: Callable[[int], int]) -> Move:
-        """Return the move that keeps the entries of each slot. length: how many a slot has."""
+        """Return the move that keeps the entries of each slot. length: how many a slot has.
+
+        Extents that were placed one after another are last in `new`, in this order: one may go where another was.
+        """
         kept = [
-            (old.extents[slot].base, new.extents[slot].base, length(slot)) for slot in new.extents.keys() & old.extents
+            (old.extents[slot].base, extent.base, length(slot))
+            for slot, extent in new.extents.items()
+            if slot in old.extents
         ]
         runs = [Run(source, target, count) for source, target, count in kept if count]
         moved = [run for run in runs if run.source != run.target]
-        if old.total == new.total and not any(run.overwrites(other) for run in moved for other in moved):
+        overwrites = any(run.overwrites(later) for n, run in enumerate(moved) for later in moved[n:])
+        if old.total == new.total and not overwrites:
             return cls(moved, in_place=True)
         if moved:
             return cls(runs, in_place=False)
         end = max((run.source + run.length for run in runs), default=0)
         return cls([Run(0, 0, end)], in_place=False)
+
+    def sources(self, total: int) -> Tensor:
+        """Return the position that each of `total` positions of the new buffer is copied from, int64. Gaps take any."""
+        found = torch.zeros(total, dtype=torch.int64)
+        for run in self.runs:
+            found[run.target : run.target + run.length] = torch.arange(run.source, run.source + run.length)
+        return found
 
 
 def make_room(layout: Layout, lengths: Mapping[int, int], slots: Iterable[int], limit: int | None) -> Layout:
@@ -151,9 +167,7 @@ def make_room(layout: Layout, lengths: Mapping[int, int], slots: Iterable[int], 
         raise StateError(f"the KV cache holds {limit} positions, and {needed} are needed: close a sequence")
     total = max(_roomy_total(lengths), min(2 * layout.total, DOUBLING_LIMIT))
     total = total if limit is None else min(total, limit)
-    if total > layout.total and (found := _grow_all(Layout(total, layout.extents), lengths, slots)):
-        return found
-    return layout.packed(lengths, total)
+    return layout.packed(lengths, max(total, layout.total))
 
 
 def is_sparse(layout: Layout, planned: int) -> bool:

@@ -32,6 +32,7 @@ MAX_TOKENS = 2048  # of one forward: a longer prefill is computed in parts, as i
 FUSED_PREFILL_CHUNK = (
     512  # takes 1.5 times as long as a round of 32 blocks on an H200: smaller ones cost more per token
 )
+OVERLAP_TOKENS = 256  # of a forward bound by arithmetic, whose halves take little longer together
 TARGET_PROGRAMS = 132  # one on each multiprocessor of a large GPU
 HEADS_PER_PROGRAM = 4  # of `rotate_and_store`
 MIN_SPAN, MIN_CHUNK = 256, 64

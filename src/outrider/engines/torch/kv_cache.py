@@ -31,6 +31,7 @@ from outrider.engines.torch.extents import (
     roomy_size,
     shrunk,
 )
+from outrider.engines.torch.fp8 import from_fp8, to_fp8
 from outrider.errors import PromptError, StateError
 
 INITIAL_TOKENS = 16_384  # entries of `tokens`, 4 bytes each
@@ -44,13 +45,16 @@ class _Buffer:
         self.data = like.new_empty(like.shape[1], layout.total, like.shape[3])
         self.layout = layout
 
-    def move(self, layout: Layout, move: Move) -> None:
-        """Move the entries to another layout."""
+    def move(self, layout: Layout, move: Move, sources: Tensor | None) -> None:
+        """Move the entries to another layout. sources: of the move, for a copy in one piece."""
         old = self.data
-        new = old if move.in_place else old.new_empty(old.shape[0], layout.total, old.shape[2])
-        for run in move.runs:
-            new[:, run.target : run.target + run.length] = old[:, run.source : run.source + run.length]
-        self.data, self.layout = new, layout
+        if sources is not None:
+            self.data = old.index_select(1, sources)
+        else:
+            self.data = old if move.in_place else old.new_empty(old.shape[0], layout.total, old.shape[2])
+            for run in move.runs:
+                self.data[:, run.target : run.target + run.length] = old[:, run.source : run.source + run.length]
+        self.layout = layout
 
 
 class _Layer(CacheLayerMixin):
@@ -66,7 +70,7 @@ class _Layer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the buffers, once the shape of their entries is known."""
-        self.buffers = [_Buffer(like, self._owner.layout) for like in (key_states, value_states)]
+        self.buffers = [_Buffer(self._owner.encode(like), self._owner.layout) for like in (key_states, value_states)]
         self.is_initialized = True
 
     def update(
@@ -76,8 +80,14 @@ class _Layer(CacheLayerMixin):
         if not self.buffers:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.buffers
-        plan, by_row = self._owner.append_plan, self._owner.by_row
-        return plan.append(keys.data, key_states, by_row=by_row), plan.append(values.data, value_states, by_row=by_row)
+        return self._append(keys, key_states), self._append(values, value_states)
+
+    def _append(self, buffer: _Buffer, new: Tensor) -> Tensor | list[Tensor]:
+        owner = self._owner
+        found = owner.append_plan.append(buffer.data, owner.encode(new), by_row=owner.by_row)
+        if not owner.fp8:
+            return found
+        return [from_fp8(row, new.dtype) for row in found] if isinstance(found, list) else from_fp8(found, new.dtype)
 
     def get_mask_sizes(self, *args: object) -> tuple[int, int]:
         return self._owner.span, 0
@@ -93,7 +103,8 @@ class SlotKVCache(Cache):
     """KV cache of one engine. A forward runs between `prepare_append`, or `reserve`, and `commit_append`.
 
     max_slots, max_length, max_positions: limits of the slots, of the positions per slot, and of all positions. None is
-    no limit. by_row: the model's attention accepts a list of each row's keys (attention.py).
+    no limit. by_row: the model's attention accepts a list of each row's keys (attention.py). fp8: entries are float8,
+    those of the forward that writes them included, so that they do not depend on the division into forwards.
     """
 
     def __init__(
@@ -104,8 +115,9 @@ class SlotKVCache(Cache):
         max_positions: int | None = None,
         *,
         by_row: bool = False,
+        fp8: bool = False,
     ) -> None:
-        self.by_row = by_row
+        self.by_row, self.fp8 = by_row, fp8
         self.max_slots, self.max_length, self._max_positions = max_slots, max_length, max_positions
         self.layout = Layout(0, {})
         self.capacity = grow_to_fit(INITIAL_TOTAL, 1, max_length)  # positions that a slot may need so far
@@ -135,6 +147,10 @@ class SlotKVCache(Cache):
     @property
     def _buffers(self) -> list[_Buffer]:
         return [buffer for layer in self.layers for buffer in layer.buffers]
+
+    def encode(self, entries: Tensor) -> Tensor:
+        """Return entries as they are stored."""
+        return to_fp8(entries) if self.fp8 else entries
 
     def base(self, slot: int) -> int:
         """Return the index of a slot's first position in the buffers, once it was reserved."""
@@ -243,12 +259,14 @@ class SlotKVCache(Cache):
     @torch.inference_mode()
     def _move_buffers(self) -> None:
         """Bring all buffers to the present layout."""
-        origin, move = self.layout, Move([], in_place=True)
+        origin, move, sources = self.layout, Move([], in_place=True), None
         for buffer in self._buffers:
             if buffer.layout is not self.layout:
                 if buffer.layout is not origin:
                     origin, move = buffer.layout, Move.between(buffer.layout, self.layout, self._written)
-                buffer.move(self.layout, move)
+                    is_scattered = not move.in_place and len(move.runs) > 1  # a run per session, in every buffer
+                    sources = move.sources(self.layout.total).to(buffer.data.device) if is_scattered else None
+                buffer.move(self.layout, move, sources)
         self._buffer_layout = self.layout
         if not move.in_place:
             self._release_unused()

@@ -224,6 +224,11 @@ def is_audio_model(model: object) -> bool:
     return type(model).__name__ in ("Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2AudioForConditionalGeneration")
 
 
+def find_decoder(model: Any) -> Any:
+    """Return the language model without its output layer."""
+    return _find_audio_parts(model)[0] if is_audio_model(model) else model.base_model
+
+
 def read_max_length(config: PretrainedConfig) -> int | None:
     """Return the number of positions that the model was made for.
 

@@ -19,7 +19,7 @@ const words = (text) => text.replace(/([\d.]+)(\D+)/, "$1 $2").replace("bit", "b
 
 let defaults = {};
 let can = { edge: true, alone: true, gates: true, cloud: true, networks: true, cut: true };
-let trouble = ""; // the gateway's reason while the cloud is unreachable
+let trouble = ""; // the gateway's reason while the cloud cannot be used
 let live = null; // {way, cut} of the run in progress
 let rest = []; // network conditions of the gateway's own that have no control here
 
@@ -163,6 +163,7 @@ export function refresh() {
 }
 
 function speculationReason(together) {
+  if (!canTogether()) return "These are about edge and cloud together, which this gateway cannot run.";
   if (!together) return "These are about edge and cloud together: choose Together to use them.";
   return can.gates ? "" : "This gateway uses prompt lookup, which has no confidence for a gate: every block is verified.";
 }
@@ -222,7 +223,7 @@ function pathState(alone) {
   const open = can.networks ? added || "no delay added" : "";
   const unused = live ? live.way === "edge-only" : alone;
   if (!can.cloud) return ["unused", unused ? "not used" : open];
-  if (trouble) return ["away", "cloud away"];
+  if (trouble) return ["away", "cloud not usable"];
   if (unused) return ["unused", "not used"];
   if (live) return live.cut ? ["cut", "cable cut"] : ["up", open];
   return by("cut").checked && can.networks ? ["planned", "to be cut in the next run"] : ["up", open];

@@ -29,6 +29,7 @@ from outrider.errors import ModelError, SettingsError
 from outrider.integrations.transformers import settings as call_settings
 from outrider.integrations.transformers.engines import EngineView, LoadedEngine, eval_mode, exclusive, get_engine
 from outrider.integrations.transformers.inputs import accepts_features, check_inputs, read_prompt
+from outrider.numeric import as_integer
 
 _UNSUPPORTED_KWARGS = ("assistant_model", "cache", "past_key_values", "synced_gpus")
 
@@ -78,7 +79,7 @@ def for_transformers(
         raise SettingsError(f"tokenizer: expected a loaded one, as from AutoTokenizer, not {type(tokenizer).__name__}")
     with eval_mode(draft):
         engine = draft if hasattr(draft, "forward_many") else get_engine(draft, tokenizer)
-    options = DecodingOptions(gate=gate, k=k, accept=accept, scope=scope, on_loop=on_loop)
+    options = DecodingOptions(gate=gate, k=as_integer(k), accept=accept, scope=scope, on_loop=on_loop)
     return CustomGenerate(draft, engine, tokenizer if tokenizer is not None else engine.tokenizer, options, seed)
 
 

@@ -107,6 +107,10 @@ class Backend(Protocol):
         """Return advice on how to get `count` entries of a row (ALL_LOGPROBS for the whole row)."""
         ...
 
+    async def read_model(self, client: HttpClient) -> tuple[str, int | None]:
+        """Return the name of the served model, and the most positions of a sequence (None without a limit)."""
+        ...
+
     async def probe(self, client: HttpClient) -> Capabilities:
         """Determine the server's capabilities with requests for the probe prompt."""
         ...

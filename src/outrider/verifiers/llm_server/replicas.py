@@ -66,13 +66,25 @@ class Replica:
             if self.capabilities is None or self._needs_recheck:
                 found = await self.map_errors(self._backend.probe(self.client))
                 if (expected := first or self.capabilities) is not None:
-                    if (found.model, found.max_length) != (expected.model, expected.max_length):
-                        raise CloudRefused(f"{self.name} serves {found.model}, not {expected.model} as before")
+                    self._require_named(expected, found.model, found.max_length)
                     noise = max(expected.noise, found.noise)
                     require_same_model(self.name, expected.sample, found.sample, noise)
                 self.capabilities, self._needs_recheck = found, False
                 self._connections_seen = self.client.endpoint.connections
             return self.capabilities
+
+    async def check(self, first: Capabilities) -> None:
+        """Check that the server still has its model, without computation unless it was restarted.
+
+        The arguments and errors are those of `ensure_ready`.
+        """
+        capabilities = await self.ensure_ready(first)
+        self._require_named(capabilities, *await self.map_errors(self._backend.read_model(self.client)))
+        await self._recheck_new_connection()
+
+    def _require_named(self, expected: Capabilities, model: str, max_length: int | None) -> None:
+        if (model, max_length) != (expected.model, expected.max_length):
+            raise CloudRefused(f"{self.name} serves {model}, not {expected.model} as before")
 
     async def post(self, path: str, body: bytes, session: str, seconds: float) -> HttpResponse:
         """Send one request. The errors are those of `ensure_ready`.
@@ -81,10 +93,13 @@ class Replica:
         server still has the same model.
         """
         reply = await self.map_errors(self.client.post(path, body, seconds, {"X-Session-ID": session}))
+        await self._recheck_new_connection()
+        return reply
+
+    async def _recheck_new_connection(self) -> None:
         async with self._lock:
             if self.capabilities is not None and self.client.endpoint.connections != self._connections_seen:
                 await self._recheck(self.capabilities)
-        return reply
 
     async def _recheck(self, capabilities: Capabilities) -> None:
         try:

@@ -41,7 +41,7 @@ class SglangBackend:
             CloudRefused: the server is not SGLang or cannot verify.
             Retryable: the server is not ready.
         """
-        model, length = await self._model(client)
+        model, length = await self.read_model(client)
         capabilities = Capabilities(model, length, "generate", MAX_TOP, normalised=True, noise=0.0, sample=())
         probe = backend.probe_request()
         await backend.fetch_logprobs(self, client, replace(probe, ids=PROBE_PROMPT, rows=1), capabilities)
@@ -53,7 +53,8 @@ class SglangBackend:
             raise CloudRefused(f"{client.name} sends rows that are no log-probabilities")
         return replace(backend.with_noise(client.name, capabilities, read[-len(reused) :], reused), normalised=True)
 
-    async def _model(self, client: HttpClient) -> tuple[str, int | None]:
+    async def read_model(self, client: HttpClient) -> tuple[str, int | None]:
+        """Return the name of the served model, and the most positions of a sequence (None without a limit)."""
         paths = ("/get_model_info", "/get_server_info")
         own, running = [await backend.get_info(self, client, path) for path in paths]
         model, length = own.get("model_path"), running.get("context_length")

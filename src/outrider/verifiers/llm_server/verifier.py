@@ -76,8 +76,15 @@ class LlmServerVerifier(RemoteSessions[LlmServerSession]):
         self._loop_thread.close()
 
     def probe(self) -> None:
-        """Check that a replica answers and can verify."""
-        self._loop_thread.run(self._retry(self._first_capabilities)).result()
+        """Check that a replica answers and can verify. After the handshake, check each one for its model."""
+        check = self._first_capabilities if self._model_info is None else self._check_replicas
+        self._loop_thread.run(self._retry(check)).result()
+
+    def forget_model(self) -> None:
+        """Probe the replicas again at the next handshake, unless another drafter uses them."""
+        if self._model_info is None:
+            for replica in self.replicas:
+                replica.capabilities = None
 
     def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
         """Return the servers' description, after comparing their tokens once with those of `edge`.
@@ -152,6 +159,17 @@ class LlmServerVerifier(RemoteSessions[LlmServerSession]):
 
         await use_first_ready(self.replicas, "", use)
         return found[0]
+
+    async def _check_replicas(self) -> None:
+        """Check that the replicas that answer serve the model of the handshake, and that there is one."""
+        first, _ = await self._first_capabilities()
+        outcomes = await asyncio.gather(*(each.check(first) for each in self.replicas), return_exceptions=True)
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        for failure in failures:
+            if not isinstance(failure, Retryable):
+                raise failure
+        if len(failures) == len(self.replicas):
+            raise failures[-1]
 
     async def _retry(self, attempt: Callable[..., Awaitable[T]], *args: object) -> T:
         try:

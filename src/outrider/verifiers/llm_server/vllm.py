@@ -91,12 +91,13 @@ class VllmBackend:
             CloudRefused: the server has no model, or provides rows in neither mode.
             Retryable: the server is not ready.
         """
-        model, length = await self._model(client)
+        model, length = await self.read_model(client)
         plain = Capabilities(model, length, PROMPT_LOGPROBS, PROBE_TOP, normalised=False, noise=0.0, sample=())
         plain = replace(plain, sends_computed_rows=True)
         return await self._probe_prompt_logprobs(client, plain)
 
-    async def _model(self, client: HttpClient) -> tuple[str, int | None]:
+    async def read_model(self, client: HttpClient) -> tuple[str, int | None]:
+        """Return the name of the served model, and the most positions of a sequence (None without a limit)."""
         content = await backend.get_info(self, client, "/v1/models")
         with backend.parse_errors(client.name):
             served = [card for card in content.get("data", ()) if not card.get("parent")]  # LoRA adapters have one

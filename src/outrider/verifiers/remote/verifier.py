@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
-from outrider.errors import CloudLost, CloudRefused
+from outrider.errors import CloudLost, CloudRefused, VocabularyMismatch
 from outrider.protocol import schema
 from outrider.protocol.tokenizer_files import MAX_PACKED, digest_of
 from outrider.sampling.acceptance import Verdict
@@ -26,7 +26,7 @@ from outrider.transport.endpoint import TCP, Network
 from outrider.transport.hosts import bracket_host
 from outrider.transport.status import CallFailed, Disconnected
 from outrider.transport.tls import ClientTls
-from outrider.verifiers.base import ModelInfo, RemoteSessions, SessionParams
+from outrider.verifiers.base import ModelInfo, RemoteSessions, SessionParams, label_model
 from outrider.verifiers.remote.errors import map_call_error
 from outrider.verifiers.remote.kept_sessions import KeptSessions
 from outrider.verifiers.remote.session import Peer, RemoteSession
@@ -68,6 +68,7 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
         self.connection = Connection(host, port, tls=tls, token=token, network=network)
         self._model_info: ModelInfo | None = None
         self._token_names: list[str] = []  # empty until the first request for them
+        self._in_use = False  # sessions were opened, which must all be with one model
         self._model, self._vocab_size, self._tokenizer_digest = b"", 0, b""
         self._kept = KeptSessions()
 
@@ -78,8 +79,17 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
         self.connection.close()
 
     def probe(self) -> None:
-        """Check that the cloud answers."""
-        self.describe()
+        """Check that the cloud answers, and still has the model that it described first."""
+        if (first := self._model_info) is None:
+            self.describe()
+            return
+        answer = self.connection.run(self._retry(self._fetch_description)).result()
+        if (answer.model, answer.fingerprint.decode(errors="replace")) != (self._model, first.fingerprint):
+            now = label_model(answer.name, answer.quantization)
+            raise CloudRefused(
+                f"{self.name} serves another model than at the handshake: {now} now, {first.label} then. Serve that "
+                "one again, or restart the edge"
+            )
 
     def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
         """Return the cloud's description, which is fetched once. The cloud refuses sessions if its model changes."""
@@ -87,9 +97,22 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
             self._model_info = self.connection.run(self._retry(self._describe)).result()
         return self._model_info
 
+    def forget_model(self) -> None:
+        """Fetch the description again at the next handshake, unless there were sessions with this model."""
+        if not self._in_use:
+            self._model_info, self._token_names = None, []
+
     def open(self, prompt: Prompt, params: SessionParams) -> int:
-        """Open a session. The first request opens it in the cloud."""
-        peer = Peer(self.name, self.connection, self.describe().fingerprint, self._model, self.deadline, self._kept)
+        """Open a session. The first request opens it in the cloud.
+
+        Raises:
+            VocabularyMismatch: the cloud described another vocabulary since the handshake of this edge.
+        """
+        target = self.describe()
+        if params.fingerprint not in ("", target.fingerprint):
+            raise VocabularyMismatch(f"{target.name} has another vocabulary than the edge compared with")
+        self._in_use = True
+        peer = Peer(self.name, self.connection, target.fingerprint, self._model, self.deadline, self._kept)
         return self._add(RemoteSession(peer, prompt, params))
 
     def submit(self, session: int, request: Verify) -> Future[Verdict]:
@@ -136,7 +159,7 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
 
     # In the connection's loop -------------------------------------------------------------------------------
 
-    async def _describe(self) -> ModelInfo:
+    async def _fetch_description(self) -> schema.DescribeAnswer:
         answer = await self._call(self.connection.describe(self.deadline))
         if answer.protocol != schema.VERSION:
             raise CloudRefused(f"{self.name} speaks protocol {answer.protocol}, this edge {schema.VERSION}")
@@ -145,6 +168,10 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
         problem = _find_inconsistency(answer)
         if problem:
             raise CloudRefused(f"{self.name} sent an invalid description of itself: {problem}")
+        return answer
+
+    async def _describe(self) -> ModelInfo:
+        answer = await self._fetch_description()
         self._model = answer.model
         self._vocab_size, self._tokenizer_digest = answer.vocab_size, answer.tokenizer
         return ModelInfo(
@@ -158,6 +185,7 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
             read_vocabulary=self._read_vocabulary,
             read_tokenizer=self._read_tokenizer if answer.tokenizer else None,
             captions_only=answer.captions_only,
+            quantization=answer.quantization or None,
         )
 
     async def _vocabulary(self) -> list[str]:
