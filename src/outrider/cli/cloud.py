@@ -151,14 +151,14 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     from outrider.cli.progress import startup_steps
     from outrider.cloud.server import check_bindable
     from outrider.engines.load import load_engine, resolve_path
-    from outrider.engines.load_options import LoadOptions
+    from outrider.engines.load_options import LoadOptions, load_keywords
     from outrider.serving import logs
 
     config = build_config(listen, security, capacity, operation)
     check_bindable(config.host, config.port)  # before the model is loaded
     name = "demo:cloud" if model == "demo" else model
     resolve_path(name)
-    options = {key: getattr(operation, key) for key in ("dtype", "device", "quantization", "kv_cache_dtype")}
+    options = load_keywords(operation)
     LoadOptions(**options).check_file(name)
     if operation.until_stdin_ends:
         threading.Thread(target=_end_with_stdin, name="outrider-stdin", daemon=True).start()

@@ -105,8 +105,9 @@ class Models:
     @property
     def load_options(self) -> dict[str, Any]:
         """The keyword arguments of `load_engine`."""
-        names = ("dtype", "device", "quantization", "kv_cache_dtype")
-        return {name: getattr(self, name) for name in names}
+        from outrider.engines.load_options import load_keywords
+
+        return load_keywords(self)
 
     @property
     def lookup_tokenizer(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from outrider.errors import SettingsError
@@ -85,6 +85,11 @@ class LoadOptions:
         if self.dtype == "auto":
             return torch.float32 if device.type == "cpu" else "auto"
         return getattr(torch, self.dtype)
+
+
+def load_keywords(options: object) -> dict[str, Any]:
+    """Return the keyword arguments of `load_engine` from the attributes of these names."""
+    return {field.name: getattr(options, field.name) for field in fields(LoadOptions)}
 
 
 def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
