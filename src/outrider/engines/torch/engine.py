@@ -88,9 +88,9 @@ class TorchEngine(Vocabulary, Locked):
         self.name, self._is_loaded_model = name or type(model).__name__, name is None
         self.lock, self.fp8_cache = get_lock(model), fp8_cache
         with self.lock:
-            self._prepare_model(model, tokenizer, extractor, fp8_cache=fp8_cache)
+            self._prepare_model(model, tokenizer, extractor)
 
-    def _prepare_model(self, model: Any, tokenizer: Any, extractor: Any, *, fp8_cache: bool) -> None:
+    def _prepare_model(self, model: Any, tokenizer: Any, extractor: Any) -> None:
         check_weights(model, self.name)
         self.model = model.eval()
         self.tokenizer = tokenizer
@@ -101,7 +101,7 @@ class TorchEngine(Vocabulary, Locked):
         if self.audio is not None and model.device.type == "cuda":
             batch_audio_windows(model, self.audio.tower)
         self.device, self.dtype = model.device, model.dtype
-        self.quantization = find_quantization(model, fp8_cache=fp8_cache)
+        self.quantization = find_quantization(model, fp8_cache=self.fp8_cache)
         self._cache = self._new_cache()
         self._media: dict[int, _SlotAudio] = {}
         self.prefix_cache = PrefixCache()
@@ -115,7 +115,7 @@ class TorchEngine(Vocabulary, Locked):
         self.overlap_tokens = math.inf if self._runner is None else OVERLAP_TOKENS
         self._state = capture_state(model)
         self.noise = self._run_self_test()
-        if fp8_cache:  # not before: that test compares with transformers, which has no such cache
+        if self.fp8_cache:  # not before: that test compares with transformers, which has no such cache
             self._cache = self._new_cache(fp8=True)
             self.noise += measure_fp8_noise(self, self._cache, type(model).__name__)
         self.position_bytes = sum(b.nbytes // b.shape[1] for b in self._cache.buffers)
