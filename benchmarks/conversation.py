@@ -11,21 +11,19 @@ nothing. Prompts are token ids, so that any pair will do. Prints medians, and on
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import statistics
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from benchmarks.random_models import counting, random_model
 from benchmarks.remote import linked_cloud
 from outrider import SpeculativeDecoder, connect, load_engine
-from outrider.cloud.server import Server, ServerConfig
 from outrider.decoding.result import Result
 from outrider.engines.prefix_cache import unique_salt
 from outrider.engines.torch.engine import TorchEngine
+from tests.support.cloud_server import serving
 
 FIRST_TURN_TOKENS = 4
 
@@ -37,18 +35,9 @@ def cloud(args: argparse.Namespace) -> Iterator[int]:
         with linked_cloud(args.cloud) as link:
             yield int(link.port or 0)
         return
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
     target = TorchEngine(counting(random_model("7B")), name="7B")
-    server = Server(target, ServerConfig("127.0.0.1", 0, budget=2**33))
-    asyncio.run_coroutine_threadsafe(server.start(), loop).result()
-    try:
-        yield server.port
-    finally:
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+    with serving(target, max_length=4096, budget=2**33) as served:
+        yield served.port
 
 
 def main() -> None:
