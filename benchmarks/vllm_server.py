@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tests.support.ports import ReservedPort
 
 STARTS_WITHIN = 240.0  # s
 
@@ -26,9 +27,8 @@ class Server:
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
+        self._reserved = ReservedPort()
+        self.port = self._reserved.number
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "model"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--disable-uvicorn-access-log", *options]
         variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **(environment or {})}
@@ -63,3 +63,4 @@ class Server:
         if self.process.poll() is None:
             os.killpg(self.process.pid, 9)
             self.process.wait()
+        self._reserved.release()

@@ -40,6 +40,7 @@ from tests.support.chaos_cases import (
 from tests.support.fakes import exhaust
 from tests.support.forked_clouds import Cloud, CloudForker
 from tests.support.locked_engine import LockedEngine
+from tests.support.ports import ReservedPort
 
 GENERATIONS = int(os.environ.get("CHAOS_GENERATIONS", "200"))
 HANGS = 90.0  # s; what no generation may take
@@ -237,7 +238,9 @@ def check(case: Case, on_loss: str, result: Any, undisturbed: Result, edge: Lock
 def test_the_real_command_killed_and_started_again(edge: LockedEngine, target: LockedEngine) -> None:
     """`outrider cloud demo`, twice on one port: a restart takes seconds, and waiting is worth it."""
     case = next(case for case in map(draw_case, range(10**6)) if case.heard and case.settings["max_new_tokens"] > 30)
-    first, port = command(0)
+    reserved = ReservedPort()
+    port = reserved.number
+    first = command(port)
     verifier: Any = connect(f"grpc://127.0.0.1:{port}", deadline=DEADLINE, patience=PATIENCE)
     decoder = case.decoder(edge, verifier, driver=case.driver, on_cloud_loss="wait")
     processes = [first]
@@ -247,7 +250,7 @@ def test_the_real_command_killed_and_started_again(edge: LockedEngine, target: L
             break
     first.kill()
     first.wait()
-    restart = threading.Thread(target=lambda: processes.append(command(port)[0]))
+    restart = threading.Thread(target=lambda: processes.append(command(port)))
     restart.start()
     try:
         result = exhaust(stream)
@@ -257,11 +260,14 @@ def test_the_real_command_killed_and_started_again(edge: LockedEngine, target: L
         for process in processes:
             process.kill()
             process.communicate()
+        reserved.release()
     assert comparable(result) == comparable(undisturbed_result(case.seed, edge, target))
 
 
-def command(port: int) -> tuple[Any, int]:
+def command(port: int) -> Any:
+    """The process, once it listens."""
     words = [sys.executable, "-m", "outrider", "cloud", "demo", "--listen", f"127.0.0.1:{port}", "--json"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
-    return process, int(json.loads(process.stdout.readline())["listening"].rpartition(":")[2])
+    assert process.stdout.readline()
+    return process

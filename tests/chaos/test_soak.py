@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import socket
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from outrider import Result, connect
 from outrider.cli.subprocess_cloud import cloud_process
 from tests.support.chaos_cases import Case, check_counters, comparable, draw_case, undisturbed_result
 from tests.support.locked_engine import LockedEngine
+from tests.support.ports import ReservedPort
 from tests.support.processes import read_metric, wait_until
 
 pytestmark = pytest.mark.soak
@@ -55,12 +55,10 @@ class Service:
 
 @pytest.fixture(scope="module")
 def service(target: LockedEngine) -> Iterator[Service]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     budget = SLOTS * CONTEXT * target.position_bytes
-    options = ["--kv-budget", str(budget), "--max-context", str(CONTEXT), "--metrics", f"127.0.0.1:{port}"]
+    options = ["--kv-budget", str(budget), "--max-context", str(CONTEXT)]
     options += ["--idle", "10"]  # s until sessions that were kept for a next turn end
-    with cloud_process("demo", *options) as address:
+    with ReservedPort() as port, cloud_process("demo", *options, "--metrics", f"127.0.0.1:{port}") as address:
         yield Service(address, port)
 
 

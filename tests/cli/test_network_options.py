@@ -25,6 +25,7 @@ from outrider.cli.subprocess_cloud import cloud_process
 from outrider.engines.load import BUNDLED
 from outrider.netem.conditions import Conditions
 from tests.support.certificates import Authority
+from tests.support.ports import ReservedPort
 from tests.support.processes import HANG_S, started, wait_until
 
 pytestmark = pytest.mark.network
@@ -114,9 +115,7 @@ def test_a_token_does_not_cross_a_network_unencrypted(tmp_path: Path, capsys: py
 def test_a_cloud_that_cannot_be_reached_is_named_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str], no_models: None
 ) -> None:
-    with socket.socket() as taken:  # bound and not listening: refused at once
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    with ReservedPort() as port:  # refused at once
         assert run("generate", "--prompt-ids", "5", "--cloud", f"grpc://127.0.0.1:{port}", "--patience", "0.3") == 1
     err = capsys.readouterr().err
     assert f"127.0.0.1:{port} cannot be reached" in err
@@ -145,9 +144,8 @@ def test_a_recording_without_a_drafter_is_refused_in_true_words(
 
 
 def test_a_cloud_that_is_not_there_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        far = ["--cloud", f"grpc://127.0.0.1:{taken.getsockname()[1]}", "--patience", "0.2"]
+    with ReservedPort() as port:
+        far = ["--cloud", f"grpc://127.0.0.1:{port}", "--patience", "0.2"]
         for options in (["--on-cloud-loss", "edge-only"], ["--gate", "entropy:1.5"]):
             assert run(*GENERATE, "12", *far, *options) == 0
             result = json.loads(capsys.readouterr().out)

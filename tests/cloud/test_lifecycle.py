@@ -33,6 +33,7 @@ from tests.support.cloud_service import (
     wait_until,
 )
 from tests.support.http2_client import PlainHttp2
+from tests.support.ports import ReservedPort
 from tests.support.raw_stream import CLOSE, RawStream, opening, resuming, verifying
 
 pytestmark = pytest.mark.network
@@ -224,11 +225,13 @@ def test_sigterm_while_the_model_is_loaded_ends_it_with_143() -> None:
 
 
 def test_an_address_that_is_taken_is_refused_before_a_model_is_loaded() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(SettingsError, match=rf"cannot listen on 127\.0\.0\.1, port {port}: Address already in use"):
+    with ReservedPort() as port:
+        with (
+            socket.create_server(("127.0.0.1", port)),
+            pytest.raises(SettingsError, match=rf"cannot listen on 127\.0\.0\.1, port {port}: Address already in use"),
+        ):
             check_bindable("127.0.0.1", port)
-    check_bindable("127.0.0.1", port)
+        check_bindable("127.0.0.1", port)
     check_bindable("", 0)
 
 

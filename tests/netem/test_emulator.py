@@ -28,6 +28,7 @@ from outrider.netem.emulator import EmulatedNetwork
 from outrider.netem.link import Link
 from outrider.netem.link_state import BOTTLENECK_BUFFER, LinkState
 from tests.support import virtual_time
+from tests.support.ports import ReservedPort
 from tests.support.virtual_time import monotonic
 
 LONG = 60.0  # s of real time; only a hang takes that long
@@ -392,20 +393,12 @@ def test_a_block_lets_nobody_in() -> None:
 @pytest.mark.parametrize("wanted", ["none", "rtt=20ms"])
 def test_a_target_that_is_down_resets_the_client(wanted: str) -> None:
     async def scenario() -> None:
-        with free_port() as port:
+        with ReservedPort() as port:
             async with linked(port, wanted) as link, client(link.port) as (reader, writer):
                 writer.write(b"anyone?")
                 assert await is_reset(reader)
 
     run(scenario())
-
-
-@contextmanager
-def free_port() -> Iterator[int]:
-    """A port that nobody listens on, kept free of others."""
-    with socket.socket() as kept:
-        kept.bind(("127.0.0.1", 0))
-        yield kept.getsockname()[1]
 
 
 def test_a_target_that_cannot_be_named_resets_the_client() -> None:
@@ -536,7 +529,7 @@ def test_a_connection_without_a_listener_is_like_any_other() -> None:
 @pytest.mark.parametrize("wanted", ["none", "rtt=20ms"])
 def test_a_connection_without_a_listener_fails_as_the_target_does(wanted: str) -> None:
     async def scenario() -> None:
-        with free_port() as port:
+        with ReservedPort() as port:
             link = Link("127.0.0.1", port, parse_conditions(wanted))
             with pytest.raises(ConnectionRefusedError):
                 await link.connect()

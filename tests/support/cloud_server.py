@@ -7,11 +7,12 @@ import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from outrider.cloud.server import Server, ServerConfig
 from outrider.cloud.service import Service
+from tests.support.ports import ReservedPort
 
 T = TypeVar("T")
 PATIENCE = 120.0  # s; only a hang takes that long
@@ -45,14 +46,21 @@ class Served:
 
     def restart(self) -> None:
         """Stop it, and serve the same engine at the same port again: every session is lost."""
-        self.server = self.run(_repeat_verdict(self.server))
+        self.server = self.run(_restarted(self.server))
 
 
 @contextmanager
 def serving(engine: Any, *, slots: int = 8, max_length: int = 256, **options: Any) -> Iterator[Served]:
     """Serve `engine`, with so many slots of `max_length` positions. options: fields of `ServerConfig`."""
-    options = {"host": "127.0.0.1", "port": 0, "budget": slots * max_length * engine.position_bytes, **options}
-    server = Server(engine, ServerConfig(max_length=max_length, **options))
+    budget = slots * max_length * engine.position_bytes
+    with ReservedPort() as port:
+        options = {"host": "127.0.0.1", "port": port, "budget": budget, **options}
+        with _running(Server(engine, ServerConfig(max_length=max_length, **options))) as served:
+            yield served
+
+
+@contextmanager
+def _running(server: Server) -> Iterator[Served]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="served", daemon=True)
     thread.start()
@@ -67,8 +75,8 @@ def serving(engine: Any, *, slots: int = 8, max_length: int = 256, **options: An
         loop.close()
 
 
-async def _repeat_verdict(old: Server) -> Server:
+async def _restarted(old: Server) -> Server:
     await old.stop()
-    new = Server(old.service.engine, replace(old._config, port=old.port))
+    new = Server(old.service.engine, old._config)
     await new.start()
     return new

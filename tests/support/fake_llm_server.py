@@ -25,6 +25,7 @@ from outrider import SpeculativeDecoder, connect, local
 from outrider.config import GenerationSettings
 from outrider.engines.base import Prompt
 from tests.support.fakes import ScriptedEngine
+from tests.support.ports import ReservedPort
 from tests.support.tiny_models import byte_tokenizer, tiny_engine
 
 Json = dict[str, Any]
@@ -256,8 +257,10 @@ class Server:
 
     scheme = ""
 
-    def __init__(self, model: Model, *, key: str | None = None, port: int = 0) -> None:
-        self.model, self.key, self.port = model, key, port
+    def __init__(self, model: Model, *, key: str | None = None) -> None:
+        self.model, self.key = model, key
+        self._reserved = ReservedPort()
+        self.port = self._reserved.number
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, Json]] = []
         self.sessions: list[str] = []
@@ -272,16 +275,16 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        self._reserved.release()
 
     @property
     def address(self) -> str:
         return f"{self.scheme}://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Listen, with nothing cached: where it listened before, if it did."""
+        """Listen, with nothing cached, always at the same port."""
         self.forget()
         self._http = _Http(self)
-        self.port = self._http.server_address[1]
         threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self) -> None:

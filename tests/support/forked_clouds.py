@@ -11,7 +11,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.support.ports import ReservedPort
 from tests.support.processes import read_metric, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -32,9 +32,8 @@ class Cloud:
     def __init__(self, nursery: CloudForker, spec: dict[str, Any]) -> None:
         self._nursery, self._spec = nursery, spec
         self.pid: int | None = None
-        with socket.create_server((self.host, 0)) as free:
-            self.metrics_port: int = free.getsockname()[1]
-        self.port = 0
+        self._ports = (ReservedPort(), ReservedPort())
+        self.port, self.metrics_port = (port.number for port in self._ports)
         self.starts = 0
         self.start()
 
@@ -43,8 +42,8 @@ class Cloud:
         return f"grpc://{self.host}:{self.port}"
 
     def start(self) -> None:
-        """The first time on a free port, then always on the same."""
-        self.pid, self.port = self._nursery.fork({**self._spec, "port": self.port, "metrics": self.metrics_port})
+        """Always on the same port."""
+        self.pid = self._nursery.fork({**self._spec, "port": self.port, "metrics": self.metrics_port})
         self.starts += 1
 
     def metric(self, name: str) -> float:
@@ -66,6 +65,8 @@ class Cloud:
     def close(self) -> None:
         if self.pid is not None:
             self.kill()
+        for port in self._ports:
+            port.release()
 
     def _end(self, number: signal.Signals) -> None:
         assert self.pid is not None, "it does not run"
@@ -90,15 +91,15 @@ class CloudForker:
         self._clouds.append(Cloud(self, spec))
         return self._clouds[-1]
 
-    def fork(self, spec: dict[str, Any]) -> tuple[int, int]:
-        """The new server's process and port, once it listens."""
+    def fork(self, spec: dict[str, Any]) -> int:
+        """The new server's process, once it listens."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(spec).encode() + b"\n")
         self._process.stdin.flush()
         said = json.loads(self._process.stdout.readline() or b"{}")
-        assert said.get("port"), f"no server came of {spec}: {self.said()}"
-        return said["pid"], said["port"]
+        assert said.get("listens"), f"no server came of {spec}: {self.said()}"
+        return said["pid"]
 
     def said(self) -> str:
         """The servers' log: warnings, and whatever is worse."""
@@ -142,8 +143,8 @@ def main(model: str) -> None:
             os._exit(0)
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
-            port = int(pipe.readline() or 0)
-        sys.stdout.write(json.dumps({"pid": pid, "port": port}) + "\n")
+            listens = bool(pipe.readline())
+        sys.stdout.write(json.dumps({"pid": pid, "listens": listens}) + "\n")
         sys.stdout.flush()
 
 
@@ -179,8 +180,8 @@ def _serve(engine: Any, spec: dict[str, Any], writing: int) -> None:
         grace=0.0,
     )
 
-    def listening(server: Server) -> None:
-        os.write(writing, f"{server.port}\n".encode())
+    def listening(_: Server) -> None:
+        os.write(writing, b"\n")
         os.close(writing)
 
     asyncio.run(run(engine, serving, listening))

@@ -16,6 +16,7 @@ from outrider.transport.http2 import Http2
 from outrider.transport.status import CallFailed
 from outrider.transport.stream import Stream
 from outrider.transport.tls import ClientTls, ServerTls
+from tests.support.ports import ReservedPort
 from tests.support.processes import until as until
 
 UNARY, MANY, ECHO = "/test/Unary", "/test/Many", "/test/Echo"
@@ -80,16 +81,17 @@ async def serving(tls: ServerTls | None = None, **options: int) -> AsyncIterator
     handler = Handler()
     mine = [(f"grpc.{name}", value) for name, value in options.items()]
     server = grpc.aio.server(handlers=[handler], options=[*_LIMITS, *mine, ("grpc.http2.bdp_probe", 0)])
-    port = (
-        server.add_insecure_port("127.0.0.1:0")
-        if tls is None
-        else server.add_secure_port("127.0.0.1:0", tls.credentials())
-    )
-    await server.start()
-    try:
-        yield port, handler, server
-    finally:
-        await server.stop(None)
+    with ReservedPort() as port:
+        address = f"127.0.0.1:{port}"
+        if tls is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, tls.credentials())
+        await server.start()
+        try:
+            yield port, handler, server
+        finally:
+            await server.stop(None)
 
 
 @asynccontextmanager

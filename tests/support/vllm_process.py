@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.support.ports import ReservedPort
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cache" / "vllm"
@@ -32,9 +33,8 @@ class Server:
     """A vLLM server of its own."""
 
     def __init__(self, model: Path, log: Path, options: list[str]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
+        self._reserved = ReservedPort()
+        self.port = self._reserved.number
         command = [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(model), *COMMON, *options]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", model.name]
         self.log = log
@@ -60,6 +60,7 @@ class Server:
         if self.process.poll() is None:
             os.killpg(self.process.pid, 9)
             self.process.wait()
+        self._reserved.release()
 
 
 Start = Callable[..., Server]

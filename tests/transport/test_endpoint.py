@@ -16,6 +16,7 @@ from outrider.transport.event_loop_thread import EventLoopThread
 from outrider.transport.tls import ClientTls
 from tests.support.certificates import Authority
 from tests.support.grpc_server import MEGABYTE, run_with_deadline
+from tests.support.ports import ReservedPort
 
 
 @asynccontextmanager
@@ -219,9 +220,8 @@ def failure(endpoint: Endpoint) -> str:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_a_refused_connection_has_one_reason(host: str) -> None:
-    with socket.socket() as taken:  # bound and not listening
-        taken.bind(("127.0.0.1", 0))
-        reasons = failure(Endpoint(host, taken.getsockname()[1])).split("; ")
+    with ReservedPort() as port:
+        reasons = failure(Endpoint(host, port)).split("; ")
     assert set(reasons) <= {"Connection refused", "Cannot assign requested address", "Network is unreachable"}
     assert len(set(reasons)) == len(reasons)
 
