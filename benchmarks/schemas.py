@@ -85,7 +85,11 @@ def _pattern(dice: random.Random) -> Schema:
 
 
 def _format(dice: random.Random) -> Schema:
-    return {"type": "string", "format": dice.choice(("date", "time", "uuid", "ipv4", "date-time")), "maxLength": 40}
+    return {
+        "type": "string",
+        "format": dice.choice(("date", "time", "uuid", "ipv4", "date-time", "email", "hostname", "duration")),
+        "maxLength": 40,
+    }
 
 
 def _items(dice: random.Random) -> Schema:

@@ -118,6 +118,7 @@ def test_a_dead_end_is_an_error_at_every_attempt() -> None:
         ({"properties": {"q": {"$ref": "#/$defs/y"}}}, "properties.q", "does not exist"),
         ({"type": "array", "items": {"type": "integer", "minimum": 3, "maximum": 1}, "minItems": 1}, "items", "than"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "", "use anyOf"),
+        ({"anyOf": [{"type": "string", "format": "email", "pattern": "@b[.]c$"}]}, "anyOf.0", "too complex together"),
         ({"type": "foo"}, "", "Invalid type"),
         (
             {"x-guidance": {"lenient": True}, "if": {}},

@@ -138,6 +138,10 @@ def _describe(reason: str) -> str:
     lines = reason.split("\n")
     line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     line = line.partition("failed to compile JSON schema: ")[2] or line
+    if line.startswith("Unable to determine if regex is empty"):
+        return (
+            "too complex together: format, pattern, maxLength: begin the pattern with ^ and avoid ., or leave one out"
+        )
     if line.startswith("oneOf constraints"):
         return "oneOf is supported only if no value matches two of its schemas: use anyOf"
     if (unsupported := re.fullmatch(r'Unimplemented keys: \["(.*)"\]', line)) is not None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
+from outrider.engines.schema_formats import add_patterns
 from outrider.engines.schema_parts import ANNOTATIONS, Schema, SchemaParts, dict_in, list_in, required_keys, types_of
 from outrider.engines.schema_recursion import find_infinite
 from outrider.errors import GrammarError
@@ -64,8 +65,12 @@ def read_schema(text: str) -> Schema:
 
 
 def normalize(schema: Schema) -> Schema:
-    """Change a schema in place for llguidance, and return it: integers as 2.0, and keywords that constrain nothing."""
+    """Change a schema in place for llguidance, and return it.
+
+    Integers such as 2.0 become 2, keywords that constrain nothing are removed, and formats get patterns.
+    """
     for part in SchemaParts(schema):
+        add_patterns(part)
         for key in COUNTS:
             if isinstance(count := part.get(key), float) and count.is_integer():
                 part[key] = int(count)
