@@ -234,7 +234,7 @@ class TestOverGrpc:
         metadata = [("authorization", f"Bearer {text}") for text in token]
         try:
             async with channel:
-                return (await channel.unary_unary("/test/Who")(b"", metadata=metadata, timeout=10)).decode()
+                return (await channel.unary_unary("/test/Who")(b"", metadata=metadata, timeout=300)).decode()
         finally:
             await server.stop(None)
 

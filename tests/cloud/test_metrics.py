@@ -107,7 +107,7 @@ def test_figures_are_served_until_closed() -> None:
 
 def asked(url: str, method: str) -> tuple[int, bytes, str]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=20) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=300) as answer:
             return answer.status, answer.read(), answer.headers["content-length"]
     except urllib.error.HTTPError as error:
         with error:

@@ -171,7 +171,7 @@ def test_a_streamer_receives_the_same_calls(options: dict[str, Any]) -> None:
 
 def test_a_streamer_in_another_thread_ends() -> None:
     tokenizer, model = subword_tokenizer(), tiny_model("qwen2")
-    streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)
+    streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=300)
     work = Thread(target=lambda: call(model, tiny_model("qwen2", drift=0.05), streamer=streamer))
     work.start()
     text = "".join(streamer)

@@ -40,7 +40,7 @@ def url() -> Iterator[str]:
         yield json.loads(process.stdout.readline())["listening"] + "/"
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=300)
         assert process.stdout is not None
         process.stdout.close()
 

@@ -31,7 +31,7 @@ from tests.support import virtual_time
 from tests.support.ports import ReservedPort
 from tests.support.virtual_time import monotonic
 
-LONG = 60.0  # s of real time; only a hang takes that long
+LONG = 300.0  # s of real time; only a hang takes that long
 READ = 256 * 1024  # bytes that asyncio reads at once
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -15,7 +15,7 @@ from outrider.cloud.service import Service
 from tests.support.ports import ReservedPort
 
 T = TypeVar("T")
-PATIENCE = 120.0  # s; only a hang takes that long
+PATIENCE = 300.0  # s; only a hang takes that long
 
 
 @dataclass

@@ -26,7 +26,7 @@ MOST = 24  # sessions that the fuzz may have
 LIMITS = Limits(max_sessions=64, max_sessions_per_identity=MOST, max_media_bytes=20_000, max_media_total=100_000)
 NAMES = {"fuzz": "f" * 20, "bystander": "b" * 20}
 TOKENS = Tokens({name: hashlib.sha256(token.encode()).digest() for name, token in NAMES.items()})
-PATIENCE = 120.0  # s; only a hang takes that long
+PATIENCE = 300.0  # s; only a hang takes that long
 
 
 @dataclass

@@ -38,7 +38,7 @@ from tests.support.cloud_service import PROMPT, TARGET, V, target_output
 from tests.support.fakes import HashRows, ScriptedEngine
 from tests.support.processes import wait_until
 
-SOON = 60.0  # s; only a hang takes that long
+SOON = 300.0  # s; only a hang takes that long
 
 
 def engine(rows: Any = TARGET, **options: Any) -> ScriptedEngine:
