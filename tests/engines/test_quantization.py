@@ -1,4 +1,4 @@
-"""Weight-only int8: a quantised target is another model, and its output is exact with respect to itself.
+"""Weight-only int8 and int4: a quantised target is another model, and its output is exact with respect to itself.
 
 The references are transformers' own `generate`, of the quantised model and of a dense model with the rounded weights.
 """
@@ -18,7 +18,13 @@ from torch import nn
 from outrider import Audio, ModelError, SettingsError, SpeculativeDecoder, connect, load_engine, local
 from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.torch.fused_model import unsupported_reason
-from outrider.engines.torch.quantization import Int8Linear, find_quantization, quantize
+from outrider.engines.torch.quantization import (
+    LAYERS,
+    Int4Linear,
+    QuantizedLinear,
+    find_quantization,
+    quantize,
+)
 from outrider.evals.context import describe_engine
 from outrider.evals.store import difference
 from outrider.verifiers.local import describe
@@ -46,27 +52,34 @@ def fresh(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @lru_cache
-def quantized(family: str, dtype: torch.dtype = torch.float32) -> Any:
+def quantized(family: str, kind: str = "int8", dtype: torch.dtype = torch.float32) -> Any:
     model = fresh(family, dtype)
-    quantize(model, family)
+    quantize(model, family, kind)
     return model
 
 
 @lru_cache
-def engine(family: str, dtype: torch.dtype = torch.float32, *, tokenizer: bool = False) -> TorchEngine:
+def engine(
+    family: str, kind: str = "int8", dtype: torch.dtype = torch.float32, *, tokenizer: bool = False
+) -> TorchEngine:
     extractor = feature_extractor(family) if family in ("omni", "qwen2-audio") else None
-    return TorchEngine(quantized(family, dtype), subword_tokenizer() if tokenizer else None, extractor, family)
+    return TorchEngine(quantized(family, kind, dtype), subword_tokenizer() if tokenizer else None, extractor, family)
 
 
 @lru_cache
-def rounded(family: str) -> Any:
+def rounded(family: str, kind: str) -> Any:
     """Return a dense model that has the weights of the quantised one, as float32."""
     model = fresh(family)
-    for name, layer in quantized(family).named_modules():
-        if isinstance(layer, Int8Linear):
-            weight = layer.weight.float() * layer.scale[:, None]
-            model.get_submodule(name).weight.data = weight
+    for name, layer in quantized(family, kind).named_modules():
+        if isinstance(layer, QuantizedLinear):
+            model.get_submodule(name).weight.data = layer.dequantize(torch.float32)
     return model
+
+
+def layers_of(family: str, kind: str) -> list[tuple[QuantizedLinear, torch.Tensor]]:
+    """Return the quantised layers of a model, each with the weights that it had."""
+    before, layers = tiny_model(family), quantized(family, kind).named_modules()
+    return [(layer, before.get_submodule(name).weight) for name, layer in layers if isinstance(layer, LAYERS[kind])]
 
 
 # The model ----------------------------------------------------------------------------------------------------------
@@ -74,20 +87,34 @@ def rounded(family: str) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_linear_weight_is_rounded_to_one_of_255_steps_of_its_row(family: str) -> None:
-    before, after = tiny_model(family), quantized(family)
-    layers = {name: layer for name, layer in after.named_modules() if isinstance(layer, Int8Linear)}
+    layers = layers_of(family, "int8")
     assert len(layers) >= 7 - (family == "phi")
-    for name, layer in layers.items():
-        weight = before.get_submodule(name).weight
+    for layer, weight in layers:
         step = weight.abs().amax(1, keepdim=True) / 127
         assert layer.weight.dtype == torch.int8
-        restored = layer.weight.float() * layer.scale[:, None]
-        assert bool(((restored - weight).abs() <= 0.501 * step).all())
+        assert bool(((layer.dequantize(torch.float32) - weight).abs() <= 0.501 * step).all())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_embedding_output_layer_and_audio_encoder_are_kept(family: str) -> None:
-    model = quantized(family)
+def test_each_linear_weight_is_rounded_to_one_of_16_steps_of_its_group(family: str) -> None:
+    layers = layers_of(family, "int4")
+    assert len(layers) >= 7 - (family == "phi")
+    for layer, weight in layers:
+        restored = layer.dequantize(torch.float32)
+        assert restored.shape == weight.shape
+        assert layer.weight.numel() == weight.shape[0] * -(-weight.shape[1] // 32) * 16
+        for got, wanted in zip(restored.split(32, 1), weight.split(32, 1), strict=True):
+            furthest = wanted.gather(1, wanted.abs().argmax(1, keepdim=True))
+            step = furthest / -8
+            nearest = wanted.clamp(torch.minimum(furthest, 7 * step), torch.maximum(furthest, 7 * step))
+            assert bool(((got - nearest).abs() <= 0.55 * step.abs()).all()), "0.5, and bfloat16's error of the step"
+            assert all(row.unique().numel() <= 16 for row in got)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embedding_output_layer_and_audio_encoder_are_kept(family: str, kind: str) -> None:
+    model = quantized(family, kind)
     assert type(model.get_output_embeddings()) is nn.Linear
     assert isinstance(model.get_input_embeddings(), nn.Embedding)
     towers = [tower for name, tower in model.named_modules() if name.endswith("audio_tower")]
@@ -95,34 +122,54 @@ def test_embedding_output_layer_and_audio_encoder_are_kept(family: str) -> None:
     assert all(find_quantization(tower) is None for tower in towers)
 
 
-def test_a_row_of_zeros_stays_zero_and_a_bias_is_kept() -> None:
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_row_of_zeros_stays_zero_and_a_bias_is_kept(kind: str) -> None:
     linear = nn.Linear(4, 3)
     linear.weight.data[1] = 0
-    out = Int8Linear(linear)(torch.ones(2, 4))
+    out = LAYERS[kind](linear)(torch.ones(2, 4))
     torch.testing.assert_close(out[:, 1], linear.bias[1].expand(2))
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_not_hidden(kind: str, weight: float) -> None:
+    linear = nn.Linear(40, 2)
+    linear.weight.data[0, 35] = weight
+    assert LAYERS[kind](linear)(torch.ones(1, 40)).isnan().tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("steps", [-8.0, 8.0])
+def test_int4_has_a_value_for_each_of_16_steps(steps: float) -> None:
+    """The weight that is furthest from 0 keeps its value, on either side."""
+    linear = nn.Linear(64, 1, bias=False)
+    row = torch.arange(-7, 8.0).repeat(5)[:64] * -steps / 8
+    row[0] = row[33] = steps
+    linear.weight.data = row[None]
+    assert torch.equal(Int4Linear(linear).dequantize(torch.float32), row[None])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_sums_overflow_only_where_those_of_the_dense_layer_do(dtype: torch.dtype) -> None:
+def test_sums_overflow_only_where_those_of_the_dense_layer_do(dtype: torch.dtype, kind: str) -> None:
     linear = nn.Linear(512, 2, bias=False, dtype=dtype)
     linear.weight.data = torch.full_like(linear.weight, 0.01)
     x = torch.full((1, 512), 1000.0, dtype=dtype)  # times 127 steps it exceeds float16's 65504
-    torch.testing.assert_close(Int8Linear(linear)(x), linear(x), rtol=0.02, atol=0)
+    torch.testing.assert_close(LAYERS[kind](linear)(x), linear(x), rtol=0.02, atol=0)
 
 
 # Output -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [1, 3, 5, "auto"])
+@pytest.mark.parametrize(("kind", "k"), [("int8", 1), ("int8", 3), ("int8", 5), ("int8", "auto"), ("int4", 4)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_output_is_the_quantized_target_s_own(family: str, k: int | str) -> None:
+def test_output_is_the_quantized_target_s_own(family: str, kind: str, k: int | str) -> None:
     """The drafter is the unquantised model, which is often right."""
-    decoder = SpeculativeDecoder(tiny_engine(family), local(engine(family)), k=k)
+    decoder = SpeculativeDecoder(tiny_engine(family), local(engine(family, kind)), k=k)
     for prompt in PROMPTS:
         out = decoder.generate(list(prompt), max_new_tokens=24)
         assert out.guarantee == "exact"
-        assert out.token_ids == reference(quantized(family), prompt, max_new_tokens=24)
-        assert out.token_ids == reference(rounded(family), prompt, max_new_tokens=24)
+        assert out.token_ids == reference(quantized(family, kind), prompt, max_new_tokens=24)
+        assert out.token_ids == reference(rounded(family, kind), prompt, max_new_tokens=24)
 
 
 @pytest.mark.parametrize("family", ["omni", "qwen2-audio"])
@@ -136,24 +183,27 @@ def test_output_about_a_recording_is_the_quantized_target_s_own(family: str) -> 
     assert out.token_ids == reference_audio(quantized(family), ids, family, waveform)
 
 
-def test_some_output_differs_from_the_unquantized_target_s() -> None:
+@pytest.mark.parametrize("kind", LAYERS)
+def test_some_output_differs_from_the_unquantized_target_s(kind: str) -> None:
     """Otherwise the tests above would pass without quantisation."""
-    pairs = [(quantized(family), tiny_model(family), prompt) for family in FAMILIES for prompt in PROMPTS]
+    pairs = [(quantized(family, kind), tiny_model(family), prompt) for family in FAMILIES for prompt in PROMPTS]
     assert any(reference(one, prompt) != reference(other, prompt) for one, other, prompt in pairs)
 
 
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("family", ["qwen2", "omni"])
-def test_a_quantized_drafter_changes_no_output(family: str) -> None:
-    decoder = SpeculativeDecoder(engine(family), local(tiny_engine(family)), k=4)
+def test_a_quantized_drafter_changes_no_output(family: str, kind: str) -> None:
+    decoder = SpeculativeDecoder(engine(family, kind), local(tiny_engine(family)), k=4)
     for prompt in PROMPTS:
         out = decoder.generate(list(prompt), max_new_tokens=24)
         assert out.token_ids == reference(tiny_model(family), prompt, max_new_tokens=24)
         assert out.stats.accepted > 0
 
 
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_short_formats_pass_the_self_test(dtype: torch.dtype) -> None:
-    assert engine("qwen2", dtype).noise > 0
+def test_short_formats_pass_the_self_test(dtype: torch.dtype, kind: str) -> None:
+    assert engine("qwen2", kind, dtype).noise > 0
 
 
 # Identity -----------------------------------------------------------------------------------------------------------
@@ -165,26 +215,28 @@ def checkpoint(tmp_path: Path) -> str:
     return str(tmp_path / "tiny")
 
 
-def test_a_quantized_model_is_another_model(checkpoint: str) -> None:
-    plain, one, same = load_engine(checkpoint), *(load_engine(checkpoint, quantization="int8") for _ in "12")
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_quantized_model_is_another_model(checkpoint: str, kind: str) -> None:
+    plain, one, same = load_engine(checkpoint), *(load_engine(checkpoint, quantization=kind) for _ in "12")
     assert isinstance(one, TorchEngine)
     assert (plain.name, plain.fingerprint) == (one.name, one.fingerprint)
     assert one.identity == same.identity != plain.identity
-    assert (describe(plain).quantization, describe(one).quantization) == (None, "int8")
-    assert describe(one).label == f"{checkpoint} (int8)"
-    assert describe_engine(one) == {**describe_engine(plain), "identity": one.identity, "quantization": "int8"}
-    assert difference(describe_engine(plain), describe_engine(one)) == ("quantization", None, "int8"), "before its hash"
+    assert (describe(plain).quantization, describe(one).quantization) == (None, kind)
+    assert describe(one).label == f"{checkpoint} ({kind})"
+    assert describe_engine(one) == {**describe_engine(plain), "identity": one.identity, "quantization": kind}
+    assert difference(describe_engine(plain), describe_engine(one)) == ("quantization", None, kind), "before its hash"
     assert sum(p.nbytes for p in one.model.parameters()) < sum(p.nbytes for p in plain.model.parameters())
-    assert "(float32, int8, cpu)" in SpeculativeDecoder(plain, local(one)).summary()
+    assert f"(float32, {kind}, cpu)" in SpeculativeDecoder(plain, local(one)).summary()
 
 
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_is_quantized_as_its_model_is(checkpoint: str, dtype: str) -> None:
+def test_a_checkpoint_is_quantized_as_its_model_is(checkpoint: str, dtype: str, kind: str) -> None:
     """The steps are chosen in float32, whatever the weights are loaded as."""
-    loaded = load_engine(checkpoint, dtype=dtype, quantization="int8")
+    loaded = load_engine(checkpoint, dtype=dtype, quantization=kind)
     assert isinstance(loaded, TorchEngine)
     model = fresh("llama").to(getattr(torch, dtype))
-    quantize(model, "llama")
+    quantize(model, "llama", kind)
     for (name, ours), (_, theirs) in zip(loaded.model.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(ours, theirs), name
 
@@ -195,7 +247,7 @@ def test_a_checkpoint_is_quantized_as_its_model_is(checkpoint: str, dtype: str) 
 @pytest.mark.parametrize(
     ("model", "quantization", "named"),
     [
-        ("demo:edge", "int4", "quantization 'int4': expected one of None, int8"),
+        ("demo:edge", "int2", "quantization 'int2': expected one of None, int8, int4"),
         ("demo:edge", "", "quantization ''"),
         ("some.gguf", "int8", "some.gguf has a quantisation of its own"),
     ],
@@ -236,11 +288,14 @@ def test_layers_that_are_not_linear_are_named(tmp_path: Path, config: Any, named
         load_engine(str(tmp_path / "other"), quantization="int8")
 
 
-def test_a_model_is_quantized_once() -> None:
+@pytest.mark.parametrize(("first", "second"), [("int8", "int8"), ("int4", "int8"), ("int8", "int4")])
+def test_a_model_is_quantized_once(first: str, second: str) -> None:
     model = fresh("qwen2")
-    quantize(model, "tiny")
-    with pytest.raises(ModelError, match=r"tiny cannot be quantised to int8, .* belongs to a Int8Linear"):
-        quantize(model, "tiny")
+    quantize(model, "tiny", first)
+    with pytest.raises(
+        ModelError, match=rf"tiny cannot be quantised to {second}, .* belongs to a {first.title()}Linear"
+    ):
+        quantize(model, "tiny", second)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "omni"])
@@ -248,11 +303,11 @@ def test_a_quantized_checkpoint_is_not_quantized_again(family: str) -> None:
     model = fresh(family)
     model.config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(ModelError, match="its checkpoint is quantised already"):
-        quantize(model, "tiny")
+        quantize(model, "tiny", "int8")
 
 
 def test_the_fused_path_takes_no_quantized_model() -> None:
-    model = quantized("qwen2", torch.bfloat16)
+    model = quantized("qwen2", dtype=torch.bfloat16)
     reason = unsupported_reason(model, model.base_model, model.get_output_embeddings(), model.config)
     assert reason == "its projections are not plain"
 

@@ -110,7 +110,7 @@ class Operation:
     device
         A torch device such as cpu or cuda:0; auto is cuda if it is available.
     quantization
-        Quantise the weights of the linear layers to int8. Outputs are then those of the quantised model.
+        Quantise the weights of the linear layers to int8 or int4. Outputs are then those of the quantised model.
     kv_cache_dtype
         fp8 stores keys and values as float8 (e4m3). Outputs are then those of the model with this KV cache, up to near
         ties. auto is the model's own type.
@@ -130,7 +130,7 @@ class Operation:
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "int4"] | None = None
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     metrics: str | None = None
     grace: float = 30.0

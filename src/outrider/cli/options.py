@@ -77,8 +77,8 @@ class Models:
     device
         A torch device such as cpu or cuda:0; auto is cuda if it is available.
     quantization
-        Quantise the weights of the linear layers to int8 when a model is loaded: the edge's and that of local:MODEL.
-        Outputs are then those of the quantised target.
+        Quantise the weights of the linear layers to int8 or int4 when a model is loaded: the edge's and that of
+        local:MODEL. Outputs are then those of the quantised target.
     kv_cache_dtype
         fp8 stores keys and values as float8 (e4m3), the edge's and those of local:MODEL. Outputs are then those of the
         target with this KV cache, up to near ties. auto is the model's own type.
@@ -88,7 +88,7 @@ class Models:
     cloud: str = "local:demo"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "int4"] | None = None
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
     @property

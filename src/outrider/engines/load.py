@@ -62,8 +62,8 @@ def load_engine(
         tokenizer, extractor: instead of the checkpoint's own. A loaded model has none.
         dtype: float32, bfloat16, float16, or auto: float32 on a CPU and the checkpoint's own on a GPU.
         device: a torch device such as cpu or cuda:1, or auto: cuda if available (cpu for a `.gguf` file).
-        quantization: int8 rounds the weights of the language model's linear layers to 8 bits, which makes it another
-            model than the checkpoint's. None: the weights are those of the checkpoint.
+        quantization: int8 or int4 rounds the weights of the language model's linear layers to 8 or 4.5 bits, which
+            makes it another model than the checkpoint's. None: the weights are those of the checkpoint.
         kv_cache_dtype: fp8 stores keys and values as float8_e4m3fn and computes with them in the model's dtype, which
             changes the output as well, and makes near ties possible in float32. auto: the model's dtype.
 
@@ -103,7 +103,7 @@ def _load(path: str, name: str, tokenizer: Any, extractor: Any, options: LoadOpt
         if options.quantization is not None:  # before the move: a GPU then needs memory for the quantised weights alone
             from outrider.engines.torch.quantization import quantize
 
-            quantize(loaded, name)
+            quantize(loaded, name, options.quantization)
         return _make_engine(loaded.to(device), tokenizer or own_tokenizer, extractor or own_extractor, name, options)
 
 

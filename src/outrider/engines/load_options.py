@@ -8,7 +8,7 @@ from typing import Any
 from outrider.errors import SettingsError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = (None, "int8")
+QUANTIZATIONS = (None, "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "fp8")
 
 
