@@ -63,7 +63,7 @@ def test_version_is_printed() -> None:
         (["generate", "hi", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["generate", "--prompt-ids", "5", "--device", "toaster"], "toaster"),
         (["generate", "hi", "--dtype", "int3"], "int3"),
-        (["generate", "hi", "--quantization", "int4"], "int4"),
+        (["generate", "hi", "--quantization", "int2"], "int2"),
         (["caption", "a.wav", "--quantization", "int8", "--edge", "x.gguf"], "--quantization int8: x.gguf has a quant"),
         (["caption", "a.wav", "--quantization", "int8", "--edge", "none", "--cloud", "grpc://h:1"], "no model is load"),
         (["generate", "hi", "--kv-cache-dtype", "fp4"], "fp4"),
