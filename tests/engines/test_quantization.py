@@ -19,8 +19,8 @@ from outrider import Audio, ModelError, SettingsError, SpeculativeDecoder, conne
 from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.torch.fused_model import unsupported_reason
 from outrider.engines.torch.quantization import Int8Linear, find_quantization, quantize
-from outrider.evals.context import describe_engine
 from outrider.evals.store import difference
+from outrider.planning.provenance import describe_engine
 from outrider.verifiers.local import describe
 from tests.support.tiny_models import (
     clip,
