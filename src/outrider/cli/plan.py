@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from outrider.cli.options import Measurement, Whole
+from outrider.cli.options import Measurement, Whole, parse_block_length
 from outrider.config import DEFAULT_K, GenerationSettings
 from outrider.errors import SettingsError
 from outrider.files import check_writable, write_file
@@ -111,7 +111,7 @@ def run_sweep(
     from outrider.planning.sweep import pareto, sweep
 
     networks = [parse_conditions(net) for net in nets]
-    lengths = [int(k) if k.isdecimal() else k for k in ks]
+    lengths = [parse_block_length(k) for k in ks]
     for gate, k, driver, net in product(gates or ["always"], lengths, drivers, networks):
         Setup(gate=gate, k=k, driver=driver, net=net)  # raises for invalid settings before a model is loaded
     if out is not None:

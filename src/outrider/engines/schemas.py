@@ -14,7 +14,7 @@ from typing import Any, Final
 from outrider.engines.schema_formats import add_patterns
 from outrider.engines.schema_parts import ANNOTATIONS, Schema, SchemaParts, dict_in, list_in, required_keys, types_of
 from outrider.engines.schema_recursion import find_infinite
-from outrider.errors import GrammarError
+from outrider.errors import GrammarError, quote
 
 # White space between two JSON tokens. Without a limit, weak models generate nothing else.
 WHITESPACE: Final = r"\x20|\n[\x20\t]{0,20}"
@@ -133,7 +133,7 @@ def find_unknown_keywords(schema: Schema) -> list[str]:
 
 def _check_layout(options: Any) -> None:
     """Refuse options of llguidance that allow outputs against the schema, such as `lenient`."""
-    unknown = sorted(set(options) - set(LAYOUT_OPTIONS)) if isinstance(options, dict) else [str(options)]
+    unknown = sorted(set(options) - set(LAYOUT_OPTIONS)) if isinstance(options, dict) else [quote(options)]
     known = ", ".join(LAYOUT_OPTIONS)
     if unknown:
         raise GrammarError(f"{', '.join(unknown)}: expected an object with the keys {known}", "x-guidance")
@@ -203,7 +203,7 @@ def _check_repeated_keys(part: Schema, place: str) -> None:
     has_others = part.get("additionalProperties") is not False or part.get("patternProperties")
     if isinstance(least, int) and least > distinct and has_others and "object" in types_of(part):
         raise GrammarError(
-            f"minProperties {least} is not supported here: keys that `properties` and `required` do not list can "
-            f"repeat, and parsers merge repeated keys: give at most {distinct}, one more than the required keys",
+            f"minProperties {quote(least)} is not supported here: keys that `properties` and `required` do not list "
+            f"can repeat, and parsers merge repeated keys: give at most {distinct}, one more than the required keys",
             place,
         )

@@ -12,7 +12,7 @@ from outrider.config import GenerationSettings
 from outrider.decoding.calibrated_gate import calibrated_settings
 from outrider.edge.model_pair import ModelPair
 from outrider.engines.base import Engine
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 from outrider.files import read_json
 from outrider.verifiers.base import ModelInfo, Verifier
 from outrider.verifiers.local import LocalVerifier
@@ -76,8 +76,8 @@ def check_provenance(traces: Path, *, edge: Row, cloud: Row, settings: Generatio
     for key, found, expected in comparisons:
         if found not in (MISSING, expected):
             raise SettingsError(
-                f"{path}: configuration.{'.'.join(key)} is {found!r} for these traces, and {expected!r} here: give the "
-                "options that the traces were taken with"
+                f"{path}: configuration.{'.'.join(key)} is {quote(found)} for these traces, and {quote(expected)} "
+                "here: give the options that the traces were taken with"
             )
     return any(found is not MISSING for _, found, _ in comparisons)
 
