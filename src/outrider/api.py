@@ -34,7 +34,7 @@ from outrider.edge.thread_guard import ThreadGuard
 from outrider.edge.verifier_session import PipelinedVerifier
 from outrider.engines.base import Engine, Prompt
 from outrider.engines.prompt_lookup import PromptLookup
-from outrider.errors import PromptError, SettingsError
+from outrider.errors import PromptError, SettingsError, quote
 from outrider.numeric import as_integer, is_integer
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike
@@ -112,7 +112,7 @@ class SpeculativeDecoder:
         check_arguments(draft, verifier, lookup, reader, watch=watch, lazy=lazy)
         k, slots = as_integer(k), as_integer(slots)
         if not is_integer(slots) or slots < 1:
-            raise SettingsError(f"slots is a whole number, 1 or more, not {slots!r}")
+            raise SettingsError(f"slots is a whole number, 1 or more, not {quote(slots)}")
         options = DecodingOptions(
             gate=gate,
             k=k,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from outrider.errors import DataError, SettingsError
+from outrider.errors import DataError, SettingsError, quote
 from outrider.files import read_json
 from outrider.numeric import as_integer, as_number, is_integer, is_number
 
@@ -27,9 +27,11 @@ PER_REQUEST_SETTING = "seed"  # the setting that each request chooses, and to wh
 REPORT_SETTING = "logprobs"  # the only setting without influence on the output
 MAX_TOP_LOGPROBS = 20  # the limit of OpenAI's API
 SEED_LIMIT = 2**64
+COUNT_LIMIT = 2**32  # of the protocol
 MAX_ADDITIVE_PENALTY, MAX_LOGIT_BIAS = 2.0, 100.0  # the limits of OpenAI's API
 _ADDITIVE_PENALTIES = ("frequency_penalty", "presence_penalty")
 _INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "seed", "no_repeat_ngram_size", "repetition_window")
+_COUNTS = tuple(name for name in _INTEGERS if name != PER_REQUEST_SETTING)
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", *_ADDITIVE_PENALTIES)
 MAX_GRAMMAR_BYTES = 2**16
 GATE_FILE_VERSION = 3
@@ -57,7 +59,7 @@ class Grammar:
 
     def __post_init__(self) -> None:
         check_choice("grammar kind", self.kind, GrammarKind)
-        _require(isinstance(self.text, str), f"grammar text is a text, not {self.text!r}")
+        _require(isinstance(self.text, str), f"grammar text is a text, not {quote(self.text)}")
         try:
             size = len(self.text.encode())
         except UnicodeEncodeError:
@@ -117,9 +119,11 @@ class GenerationSettings:
         for field in fields(self):
             object.__setattr__(self, field.name, _convert_numbers(field.name, getattr(self, field.name)))
         for name in _INTEGERS:
-            _require(is_integer(getattr(self, name)), f"{name} is a whole number, not {getattr(self, name)!r}")
+            _require(is_integer(getattr(self, name)), f"{name} is a whole number, not {quote(getattr(self, name))}")
+        for name in _COUNTS:
+            _require(getattr(self, name) < COUNT_LIMIT, f"{name} is below 2^32")
         for name in _NUMBERS:
-            _require(is_number(getattr(self, name)), f"{name} is a finite number, not {getattr(self, name)!r}")
+            _require(is_number(getattr(self, name)), f"{name} is a finite number, not {quote(getattr(self, name))}")
         _require(self.max_new_tokens >= 1, "max_new_tokens is 1 or more")
         _require(0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens is between 0 and max_new_tokens")
         _require(self.temperature >= 0, f"temperature is 0 (greedy) or more, not {self.temperature}")
@@ -138,21 +142,22 @@ class GenerationSettings:
             not self.repetition_window or penalty != 1, "repetition_window needs a repetition_penalty other than 1"
         )
         _require(
-            self.sentences is None or (is_integer(self.sentences) and self.sentences >= 1),
-            "sentences is a whole number, 1 or more",
+            self.sentences is None or (is_integer(self.sentences) and 1 <= self.sentences < COUNT_LIMIT),
+            "sentences is a whole number from 1 to 2^32 − 1",
         )
         good = self.logprobs is None or (is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_TOP_LOGPROBS)
-        _require(good, f"logprobs is a whole number from 0 to {MAX_TOP_LOGPROBS}, not {self.logprobs!r}")
+        _require(good, f"logprobs is a whole number from 0 to {MAX_TOP_LOGPROBS}, not {quote(self.logprobs)}")
         _require(
-            self.grammar is None or isinstance(self.grammar, Grammar), f"grammar is a Grammar, not {self.grammar!r}"
+            self.grammar is None or isinstance(self.grammar, Grammar),
+            f"grammar is a Grammar, not {quote(self.grammar)}",
         )
         _require(self.grammar is None or not self.ignore_eos, "grammar ends the output with EOS: leave out ignore_eos")
         self._check_texts()
 
     def _check_texts(self) -> None:
-        _require(isinstance(self.stop, tuple), f"stop is a text or a list of texts, not {self.stop!r}")
+        _require(isinstance(self.stop, tuple), f"stop is a text or a list of texts, not {quote(self.stop)}")
         _require(isinstance(self.suppress_tokens, tuple), "suppress_tokens is a list of token ids")
-        _require(isinstance(self.ignore_eos, bool), f"ignore_eos is True or False, not {self.ignore_eos!r}")
+        _require(isinstance(self.ignore_eos, bool), f"ignore_eos is True or False, not {quote(self.ignore_eos)}")
         _require(all(isinstance(text, str) and text for text in self.stop), "a stop string is a text that is not empty")
         _require(all(is_integer(t) and t >= 0 for t in self.suppress_tokens), "suppress_tokens are token ids")
         _check_logit_bias(self.logit_bias)
@@ -175,12 +180,12 @@ class GenerationSettings:
 
 def _check_logit_bias(pairs: Any) -> None:
     is_pairs = isinstance(pairs, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
-    _require(is_pairs, f"logit_bias is a mapping from token ids to numbers, not {pairs!r}")
+    _require(is_pairs, f"logit_bias is a mapping from token ids to numbers, not {quote(pairs)}")
     _require(all(is_integer(token) and token >= 0 for token, _ in pairs), "logit_bias: its keys are token ids")
     _require(len(dict(pairs)) == len(pairs), "logit_bias: a token id occurs twice")
     for token, bias in pairs:
         within = is_number(bias) and abs(bias) <= MAX_LOGIT_BIAS
-        _require(within, f"logit_bias: the bias of token {token} is between -100 and 100, not {bias!r}")
+        _require(within, f"logit_bias: the bias of token {quote(token)} is between -100 and 100, not {quote(bias)}")
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,7 @@ class ModelId:
         for key in ("name", "fingerprint", "quantization"):
             value = getattr(self, key)
             good = (isinstance(value, str) and value != "") or (value is None and key == "quantization")
-            _require_data(good, f"{key} is a text that is not empty, not {value!r}")
+            _require_data(good, f"{key} is a text that is not empty, not {quote(value)}")
 
 
 @dataclass(frozen=True)
@@ -208,10 +213,10 @@ class SignalFit:
     escalation: float
 
     def __post_init__(self) -> None:
-        _require_data(isinstance(self.signal, str), f"signal is a text, not {self.signal!r}")
+        _require_data(isinstance(self.signal, str), f"signal is a text, not {quote(self.signal)}")
         limit = self.threshold
         good = limit is None or (is_number(limit) and limit >= 0)
-        _require_data(good, f"threshold is a finite number, 0 or more, or null, not {limit!r}")
+        _require_data(good, f"threshold is a finite number, 0 or more, or null, not {quote(limit)}")
         _check_fractions(self, "risk", "escalation")
 
 
@@ -244,13 +249,18 @@ class GateFile:
     signals: tuple[SignalFit, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_data(isinstance(self.gate, str), f"gate is a text such as entropy:0.3, not {self.gate!r}")
+        _require_data(isinstance(self.gate, str), f"gate is a text such as entropy:0.3, not {quote(self.gate)}")
         good = is_number(self.epsilon) and 0 < self.epsilon < 1
-        _require_data(good, f"epsilon is above 0 and below 1, not {self.epsilon!r}")
-        _require_data(self.loss in get_args(Loss), f"loss is one of {', '.join(get_args(Loss))}, not {self.loss!r}")
-        _require_data(is_integer(self.k) and 1 <= self.k <= 64, f"k is a whole number from 1 to 64, not {self.k!r}")
+        _require_data(good, f"epsilon is above 0 and below 1, not {quote(self.epsilon)}")
         _require_data(
-            is_integer(self.traces) and self.traces >= 1, f"traces is a whole number, 1 or more, not {self.traces!r}"
+            self.loss in get_args(Loss), f"loss is one of {', '.join(get_args(Loss))}, not {quote(self.loss)}"
+        )
+        _require_data(
+            is_integer(self.k) and 1 <= self.k <= 64, f"k is a whole number from 1 to 64, not {quote(self.k)}"
+        )
+        _require_data(
+            is_integer(self.traces) and self.traces >= 1,
+            f"traces is a whole number, 1 or more, not {quote(self.traces)}",
         )
         _check_fractions(self, "risk", "escalation", "audit")
 
@@ -266,14 +276,14 @@ class GateFile:
         Raises:
             DataError: it is not a gate file of this version, or was changed. The message names the key.
         """
-        _require_data(isinstance(value, dict), f"expected an object, not {value!r}")
+        _require_data(isinstance(value, dict), f"expected an object, not {quote(value)}")
         version = value.get("version")
-        known = f"version {version!r}: this outrider reads version {GATE_FILE_VERSION}"
+        known = f"version {quote(version)}: this outrider reads version {GATE_FILE_VERSION}"
         same = is_integer(version) and version == GATE_FILE_VERSION
         _require_data(same, known + (OLD_VERSION_HINT if version in (1, 2) else ""))
         rest = {key: value[key] for key in value if key != "digest"}
         values = _require_keys(cls, {key: rest[key] for key in rest if key != "version"})
-        _require_data(isinstance(values["signals"], list), f"signals is a list, not {values['signals']!r}")
+        _require_data(isinstance(values["signals"], list), f"signals is a list, not {quote(values['signals'])}")
         values["signals"] = tuple(
             _parse_field(f"signals[{n}]", SignalFit, row) for n, row in enumerate(values["signals"])
         )
@@ -307,7 +317,7 @@ def _digest(value: Mapping[str, Any]) -> str:
 
 def _require_keys(kind: type, value: Any) -> dict[str, Any]:
     """Return a JSON object with exactly the keys of a dataclass, or raise DataError."""
-    _require_data(isinstance(value, dict), f"expected an object, not {value!r}")
+    _require_data(isinstance(value, dict), f"expected an object, not {quote(value)}")
     names = [f.name for f in fields(kind)]
     unknown, missing = sorted(set(value) - set(names)), [name for name in names if name not in value]
     _require_data(not unknown, f"unknown key {', '.join(unknown)}: expected {', '.join(names)}")
@@ -328,7 +338,7 @@ def _parse_model(where: str, value: Any) -> ModelId:
 
 
 def _parse_settings(value: Any) -> GenerationSettings:
-    _require_data(isinstance(value, dict), f"settings: expected an object, not {value!r}")
+    _require_data(isinstance(value, dict), f"settings: expected an object, not {quote(value)}")
     try:
         return GenerationSettings.build(value)
     except SettingsError as error:
@@ -338,18 +348,18 @@ def _parse_settings(value: Any) -> GenerationSettings:
 def _check_fractions(owner: Any, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        _require_data(is_number(value) and 0 <= value <= 1, f"{name} is between 0 and 1, not {value!r}")
+        _require_data(is_number(value) and 0 <= value <= 1, f"{name} is between 0 and 1, not {quote(value)}")
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
     """Raise SettingsError unless `value` is one of a Literal's members."""
     options = get_args(choices)
-    _require(value in options, f"{name} {value!r}: expected one of {', '.join(options)}")
+    _require(value in options, f"{name} {quote(value)}: expected one of {', '.join(options)}")
 
 
 def check_type(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
     """Raise SettingsError unless `value` is of this type. expected: the type in words."""
-    _require(isinstance(value, kind), f"{name} is {expected}, not {value!r}")
+    _require(isinstance(value, kind), f"{name} is {expected}, not {quote(value)}")
 
 
 def _convert(name: str, value: Any) -> Any:
@@ -363,7 +373,7 @@ def _convert(name: str, value: Any) -> Any:
         return tuple(sorted(pairs, key=lambda pair: int(pair[0]))) if is_sortable else pairs
     if name == "grammar" and isinstance(value, Mapping):
         unknown = sorted(set(value) - {"kind", "text"})
-        _require("kind" in value and not unknown, f"grammar has the keys kind and text, not {sorted(value)}")
+        _require("kind" in value and not unknown, f"grammar has the keys kind and text, not {quote(list(value))}")
         return Grammar(**value)
     return tuple(value) if name in ("stop", "suppress_tokens") and isinstance(value, list) else value
 

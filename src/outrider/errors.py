@@ -21,7 +21,9 @@ OutriderError
 
 from __future__ import annotations
 
+import math
 import re
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +36,27 @@ _UNSAFE = re.compile(f"[\x00-\x08\x0b-\x1f{CONTROLS}\ud800-\udfff]")
 def escape_controls(text: str) -> str:
     """Escape control characters as Python does (`\\x1b`). Keep newlines, tabs and all scripts."""
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+MAX_QUOTED = 100  # characters of a value in a message
+
+
+class _Shortened(reprlib.Repr):
+    """The `repr` of values that hold integers of thousands of digits, which Python does not convert to text."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Return the digits of an integer, or their number if there are many."""
+        size = int(abs(x).bit_length() * math.log10(2))
+        return repr(x) if size < MAX_QUOTED else f"<integer of some {size} digits>"
+
+
+def quote(value: Any) -> str:
+    """Return the `repr` of a value for a message, in at most `MAX_QUOTED` characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = _Shortened().repr(value)
+    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 1] + "…"
 
 
 class OutriderError(Exception):

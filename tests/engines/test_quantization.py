@@ -25,8 +25,8 @@ from outrider.engines.torch.quantization import (
     find_quantization,
     quantize,
 )
-from outrider.evals.context import describe_engine
 from outrider.evals.store import difference
+from outrider.planning.provenance import describe_engine
 from outrider.verifiers.local import describe
 from tests.support.tiny_models import (
     clip,

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from benchmarks.live import realised
 from outrider.api import local
 from outrider.cli.app import app
-from outrider.cli.calibrate import _show, model_ids, run_calibrate
+from outrider.cli.calibrate import _show, describe_models, run_calibrate
 from outrider.cli.options import Models
-from outrider.config import GateFile, GenerationSettings, Loss, ModelId, read_gate_file
+from outrider.config import GateFile, GenerationSettings, Loss, read_gate_file
 from outrider.decoding.actions import Done, Draft, Plan, Proposal
 from outrider.decoding.calibrated_gate import Calibrated, draw_audits
 from outrider.decoding.decoder import Decoder
@@ -37,6 +37,7 @@ from outrider.planning.calibrate import (
     split,
     write_gate_file,
 )
+from outrider.planning.provenance import describe_engine
 from outrider.planning.traces import Trace
 from outrider.sampling.acceptance import Exact, Verdict
 from tests.support import adversaries
@@ -374,7 +375,8 @@ def test_calibrate_command_writes_a_gate_file(
 ) -> None:
     file, out = tmp_path / "traces.jsonl", str(tmp_path / "gate.json")
     write_requests(file)
-    pair = {"edge": EDGE, "cloud": CLOUD, "settings": GenerationSettings()}
+    sides = ({"name": m.name, "vocabulary": m.fingerprint, "quantization": None} for m in (EDGE, CLOUD))
+    pair = {**dict(zip(("edge", "cloud"), sides, strict=True)), "settings": GenerationSettings()}
     assert run_calibrate(str(file), out, 0.1, 3, **pair, loss="tokens", json_output=as_json) == 0
     printed, made = capsys.readouterr().out, read_gate_file(out)
     if as_json:
@@ -385,7 +387,7 @@ def test_calibrate_command_writes_a_gate_file(
 
 def test_the_seed_of_the_command_is_that_of_the_traces_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("outrider.cli.calibrate.model_ids", lambda models, network: (EDGE, CLOUD))
+    monkeypatch.setattr("outrider.cli.calibrate.describe_models", lambda models, network: (EDGE, CLOUD))
     monkeypatch.setattr(
         "outrider.cli.calibrate.run_calibrate",
         lambda traces, out, epsilon, k, edge, cloud, settings, **given: asked.update(given, settings=settings) or 0,
@@ -399,9 +401,9 @@ def test_the_pair_is_identified_as_a_run_would_see_it(monkeypatch: pytest.Monkey
     small, large = engine("qwen2"), engine("llama")
     monkeypatch.setattr("outrider.cli.calibrate.load_drafter", lambda models: small)
     monkeypatch.setattr("outrider.cli.build.connect_verifier", lambda models, network: local(large))
-    assert model_ids(Models()) == (ModelId("qwen2", small.fingerprint), ModelId("llama", large.fingerprint))
+    assert describe_models(Models()) == (describe_engine(small), describe_engine(large))
     with pytest.raises(SettingsError, match="give --edge and --cloud"):
-        model_ids(Models(cloud="none"))
+        describe_models(Models(cloud="none"))
 
 
 def test_audits_are_drawn_at_their_rate() -> None:

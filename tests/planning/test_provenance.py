@@ -1,25 +1,33 @@
-"""A gate file says whose traces it was made of: what the run.json beside them says must agree."""
+"""Gate files, plans and sweeps are of one pair: the run.json next to traces must agree with it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outrider.api import local
+from outrider.cli.app import app
 from outrider.cli.calibrate import run_calibrate
-from outrider.config import GenerationSettings, ModelId
+from outrider.cli.exit_codes import run_guarded
+from outrider.config import GenerationSettings, Grammar
 from outrider.errors import DataError, SettingsError
-from tests.support.calibration_requests import CLOUD, EDGE, write_requests
+from outrider.planning.provenance import describe_engine
+from tests.support.calibration_requests import write_requests
+from tests.support.synthetic_traces import COSTS
+from tests.support.tiny_text_models import engine
 
 PLAIN = GenerationSettings(stop=("。",))
+EDGE = {"name": "small", "vocabulary": "vocab-1", "dtype": "float32", "quantization": None, "identity": "1a"}
+CLOUD = {"name": "large", "vocabulary": "vocab-1", "dtype": "float32", "quantization": None, "identity": "2b"}
 
 
 def about(**changes: Any) -> dict[str, Any]:
     """A run.json of this pair, but for what changes in its configuration."""
-    sides = {side: {"name": m.name, "vocabulary": m.fingerprint} for side, m in (("edge", EDGE), ("cloud", CLOUD))}
+    sides = {"edge": EDGE | {"device": "cuda:0"}, "cloud": CLOUD | {"device": "cpu"}}
     generation = {"max_new_tokens": 128, "temperature": 0.0, "stop": ["。"], "sentences": None, "seed": 4}
     return {"configuration": {"models": sides, "speculation": {"k": 3}, "generation": generation, **changes}}
 
@@ -48,10 +56,12 @@ def test_traces_of_this_pair_are_taken_without_a_word(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"edge": ModelId("demo:cloud", "vocab-1")}, "models.edge.name is 'small' .* and 'demo:cloud'"),
-        ({"cloud": ModelId("large", "vocab-2")}, "models.cloud.vocabulary is 'vocab-1' .* and 'vocab-2'"),
-        ({"cloud": replace(CLOUD, quantization="int8")}, "models.cloud.quantization is None .* and 'int8'"),
-        ({"edge": replace(EDGE, quantization="int8")}, "models.edge.quantization is None .* and 'int8'"),
+        ({"edge": EDGE | {"name": "demo:cloud"}}, "models.edge.name is 'small' .* and 'demo:cloud'"),
+        ({"cloud": CLOUD | {"vocabulary": "vocab-2"}}, "models.cloud.vocabulary is 'vocab-1' .* and 'vocab-2'"),
+        ({"cloud": CLOUD | {"quantization": "int8"}}, "models.cloud.quantization is None .* and 'int8'"),
+        ({"edge": EDGE | {"quantization": "int8"}}, "models.edge.quantization is None .* and 'int8'"),
+        ({"edge": EDGE | {"dtype": "bfloat16"}}, "models.edge.dtype is 'float32' .* and 'bfloat16'"),
+        ({"cloud": CLOUD | {"identity": "2c"}}, "models.cloud.identity is '2b' .* and '2c'"),
         ({"settings": GenerationSettings(stop=("。",), temperature=0.9)}, "generation.temperature is 0.0 .* and 0.9"),
         ({"settings": GenerationSettings(stop=("。",), sentences=2)}, "generation.sentences is None .* and 2"),
         ({"settings": GenerationSettings()}, r"generation.stop is \['。'\] .* and \[\]"),
@@ -66,11 +76,30 @@ def test_traces_of_another_pair_or_other_settings_are_refused(
     assert not (tmp_path / "gate.json").exists()
 
 
+@pytest.mark.parametrize("unknown", ["dtype", "identity"])
+def test_what_a_side_does_not_know_is_not_compared(tmp_path: Path, unknown: str) -> None:
+    def without(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in row.items() if name != unknown}
+
+    assert calibrated(folder(tmp_path, about()) / "traces.jsonl", cloud=without(CLOUD)) == 0
+    run = about(models={"edge": EDGE, "cloud": without(CLOUD)})
+    assert calibrated(folder(tmp_path, run) / "traces.jsonl") == 0
+
+
+def test_settings_with_objects_are_compared_as_their_json(tmp_path: Path) -> None:
+    settings = GenerationSettings(grammar=Grammar("regex", "a*"), logit_bias=((3, 1.5),))
+    run = about(generation=json.loads(json.dumps(asdict(settings))))
+    file = folder(tmp_path, run) / "traces.jsonl"
+    assert calibrated(file, settings=settings) == 0
+    with pytest.raises(SettingsError, match=r"generation\.grammar is \{.*'a\*'.*\} .* and None here"):
+        calibrated(file, settings=replace(settings, grammar=None))
+
+
 def test_traces_of_a_quantized_pair_are_taken_for_that_pair_only(tmp_path: Path) -> None:
     run = about()
     run["configuration"]["models"]["cloud"]["quantization"] = "int8"
     file = folder(tmp_path, run) / "traces.jsonl"
-    assert calibrated(file, cloud=replace(CLOUD, quantization="int8")) == 0
+    assert calibrated(file, cloud=CLOUD | {"quantization": "int8"}) == 0
     with pytest.raises(SettingsError, match=r"quantization is 'int8' .* and None"):
         calibrated(file)
 
@@ -103,3 +132,72 @@ def test_a_run_json_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{", encoding="utf-8")
     with pytest.raises(DataError, match=r"run\.json: not valid JSON"):
         calibrated(file)
+
+
+# Plans and sweeps -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_of_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A run.json of the pair with which the commands run, which is not measured."""
+    small, large = engine("qwen2"), engine("llama")
+    monkeypatch.setattr("outrider.cli.build.load_drafter", lambda models: small)
+    monkeypatch.setattr("outrider.cli.build.connect_verifier", lambda models, network: local(large))
+    monkeypatch.setattr("outrider.planning.timing.measure_costs", lambda *_: COSTS)
+    models = {"edge": describe_engine(small), "cloud": describe_engine(large)}
+    return about(models=models, generation=json.loads(json.dumps(asdict(GenerationSettings()))))
+
+
+def main(words: list[str]) -> int:
+    """The exit code of a command."""
+    return run_guarded(lambda: app(words, exit_on_error=False, print_error=False, result_action="return_value"), words)
+
+
+COMMANDS = pytest.mark.parametrize("command", ["plan", "sweep"])
+
+
+@COMMANDS
+@pytest.mark.parametrize("name", ["", "traces.jsonl"])
+def test_a_plan_takes_traces_of_its_pair(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], run_of_pair: dict[str, Any], command: str, name: str
+) -> None:
+    (tmp_path / "run").mkdir()
+    traces = folder(tmp_path / "run", run_of_pair) / name
+    assert main([command, "--traces", str(traces), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert json.loads(printed.out)["costs"] == asdict(COSTS)
+
+
+@COMMANDS
+@pytest.mark.parametrize("side", ["edge", "cloud"])
+@pytest.mark.parametrize("field", ["name", "vocabulary", "dtype", "quantization", "identity"])
+def test_a_plan_refuses_traces_of_another_pair(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], run_of_pair: dict[str, Any], command: str, side: str, field: str
+) -> None:
+    model = run_of_pair["configuration"]["models"][side]
+    here, model[field] = model[field], "another"
+    folder(tmp_path, run_of_pair)
+    assert main([command, "--traces", str(tmp_path)]) == 2
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert f"run.json: configuration.models.{side}.{field} is 'another' for these traces, and {here!r} here" in said
+
+
+@COMMANDS
+def test_a_plan_refuses_traces_of_other_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], run_of_pair: dict[str, Any], command: str
+) -> None:
+    folder(tmp_path, run_of_pair)
+    assert main([command, "--traces", str(tmp_path), "--sentences", "2"]) == 2
+    assert "configuration.generation.sentences is None for these traces, and 2 here" in capsys.readouterr().err
+    assert main([command, "--traces", str(tmp_path), "--seed", "2", "--json"]) == 0
+
+
+@COMMANDS
+@pytest.mark.usefixtures("run_of_pair")
+def test_a_plan_says_that_traces_are_unchecked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command, "--traces", str(folder(tmp_path, None)), "--json"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no run.json next to" in line

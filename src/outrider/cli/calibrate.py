@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from outrider.cli.build import check_connection, connected, load_drafter
 from outrider.cli.options import Connection, Models
 from outrider.cli.terminal import borderless_table, print_json, print_message, stdout
 from outrider.config import GenerationSettings, Loss, ModelId
-from outrider.edge.model_pair import ModelPair
 from outrider.errors import SettingsError
 from outrider.planning.calibrate import AUDIT, Calibration, calibrate, write_gate_file
-from outrider.planning.provenance import check_provenance
-from outrider.planning.traces import read_traces
+from outrider.planning.provenance import Row, check_provenance, describe_pair
+from outrider.planning.traces import find_traces, read_traces
 
 HIGH_ESCALATION = 0.9  # share of blocks above which the gate saves too little for its risk
 
@@ -22,8 +19,8 @@ def run_calibrate(
     out: str,
     epsilon: float,
     k: int,
-    edge: ModelId,
-    cloud: ModelId,
+    edge: Row,
+    cloud: Row,
     settings: GenerationSettings,
     *,
     loss: Loss = "outputs",
@@ -33,19 +30,28 @@ def run_calibrate(
 ) -> int:
     """Find the gate, write it to `out` and print a summary.
 
-    traces: the file of the traces, or the directory of the run with it. edge, cloud, settings: of these traces.
+    traces: the file of the traces, or the directory of the run with it. edge, cloud: the models' descriptions
+    (`describe_pair`), with the settings those of these traces.
 
     Raises:
         SettingsError: the run.json next to the traces names another pair or other settings.
     """
-    file = Path(traces, "traces.jsonl") if Path(traces).is_dir() else Path(traces)
+    file = find_traces(traces)
     known = read_traces(file)
     if not check_provenance(file, edge=edge, cloud=cloud, settings=settings):
         print_message(
             f"outrider: no run.json next to {file}: the gate file names the models and settings of this command"
         )
     found = calibrate(
-        known, epsilon=epsilon, k=k, edge=edge, cloud=cloud, settings=settings, loss=loss, audit=audit, seed=seed
+        known,
+        epsilon=epsilon,
+        k=k,
+        edge=_model_id(edge),
+        cloud=_model_id(cloud),
+        settings=settings,
+        loss=loss,
+        audit=audit,
+        seed=seed,
     )
     write_gate_file(out, found)
     if json_output:
@@ -55,8 +61,8 @@ def run_calibrate(
     return 0
 
 
-def model_ids(models: Models, network: Connection = Connection()) -> tuple[ModelId, ModelId]:
-    """Return the ids of edge and cloud for a gate file. Load the edge and a local cloud, and connect to another cloud.
+def describe_models(models: Models, network: Connection = Connection()) -> tuple[Row, Row]:
+    """Describe edge and cloud for a gate file. Load the edge and a local cloud, and connect to another cloud.
 
     Raises:
         SettingsError: one of them is missing.
@@ -66,9 +72,11 @@ def model_ids(models: Models, network: Connection = Connection()) -> tuple[Model
         raise SettingsError("a gate is calibrated for a pair: give --edge and --cloud")
     check_connection(models, network)
     with connected(models, network) as verifier:
-        sides = ModelPair(load_drafter(models), verifier, "fail").state.models
-    edge, cloud = (ModelId(side.name, side.fingerprint, side.quantization) for side in sides)
-    return edge, cloud
+        return describe_pair(load_drafter(models), verifier)  # type: ignore[arg-type]
+
+
+def _model_id(description: Row) -> ModelId:
+    return ModelId(description["name"], description["vocabulary"], description["quantization"])
 
 
 def _show(found: Calibration, out: str, traces: int) -> None:

@@ -29,7 +29,7 @@ from outrider.cli.edge_cloud import CloudConnection, CloudState, fetch_tokenizer
 from outrider.cli.escape import one_line
 from outrider.cli.options import Models, Pair, Whole
 from outrider.config import DecodingMode
-from outrider.errors import PromptError, SettingsError
+from outrider.errors import PromptError, SettingsError, quote
 from outrider.hints import check_extra
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _check_serving(serving: Serving) -> None:
         raise SettingsError(f"--time-limit {serving.time_limit:g}: a number of seconds above 0")
     for origin in serving.allow_origin:
         if "://" not in origin or origin.endswith("/"):
-            raise SettingsError(f"--allow-origin {origin!r}: write SCHEME://HOST, as in https://example.org")
+            raise SettingsError(f"--allow-origin {quote(origin)}: write SCHEME://HOST, as in https://example.org")
 
 
 def _serve(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from outrider.cli.options import MaybeWhole, Models, Output, Run, Whole
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -166,7 +166,7 @@ def _check_options(evaluation: Evaluation, assistant: Assistant, run: Run, targe
         ),
     )
     if evaluation.limit is not None and evaluation.limit < 1:
-        raise SettingsError(f"--limit is 1 or more, not {evaluation.limit}")
+        raise SettingsError(f"--limit is 1 or more, not {quote(evaluation.limit)}")
     if evaluation.trace and not (edge and cloud != "none"):
         raise SettingsError(
             "--trace needs an edge model and a cloud: a trace is the drafter's view of the target's output"

@@ -12,7 +12,7 @@ from outrider.cli.loading import Loading, describe_models, loaded_decoder
 from outrider.cli.options import Run
 from outrider.cli.terminal import STDERR, print_json
 from outrider.config import GenerationSettings
-from outrider.errors import PromptError
+from outrider.errors import PromptError, quote
 from outrider.files import decode_text
 from outrider.prompts.chat import check_text
 
@@ -64,7 +64,7 @@ def _parse_ids(text: str) -> list[int]:
     try:
         ids = [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
-        raise PromptError(f'--prompt-ids {text!r}: expected whole numbers, as in "1 2 3"') from None
+        raise PromptError(f'--prompt-ids {quote(text)}: expected whole numbers, as in "1 2 3"') from None
     if not ids:
         raise PromptError('--prompt-ids is empty: expected whole numbers, as in "1 2 3"')
     return ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -10,7 +11,7 @@ from cyclopts import Group, Parameter, Token
 
 from outrider.config import DEFAULT_K, DriverName, Grammar, GrammarKind, OnCloudLoss, OnLoop, Privacy, Scope
 from outrider.decoding.loop_detection import DEFAULT_LOOP_RULE
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 from outrider.files import read_text
 
 MODELS = Group("Models", sort_key=1)
@@ -26,15 +27,21 @@ def _whole(type_: Any, tokens: Sequence[Token]) -> int:
     try:
         return int(tokens[0].value)
     except ValueError:
-        raise SettingsError(f"{tokens[0].keyword or 'argument'}: {tokens[0].value!r} is not a whole number") from None
+        raise SettingsError(
+            f"{tokens[0].keyword or 'argument'}: {quote(tokens[0].value)} is not a whole number"
+        ) from None
 
 
 def _block_length(type_: Any, tokens: Sequence[Token]) -> int | str:
     """Convert to a whole number or "auto". The decoding options check the range."""
-    value = tokens[0].value
-    if value == "auto" or value.removeprefix("-").isdecimal():
-        return value if value == "auto" else int(value)
-    raise SettingsError(f"k {value!r}: expected 1 to 64, or auto")
+    return parse_block_length(tokens[0].value)
+
+
+def parse_block_length(text: str) -> int | str:
+    """Return a whole number, or "auto". Raise SettingsError for another text."""
+    with suppress(ValueError):
+        return text if text == "auto" else int(text)
+    raise SettingsError(f"k {quote(text)}: expected 1 to 64, or auto")
 
 
 def _parse_grammar(spec: str) -> Grammar:
@@ -46,7 +53,9 @@ def _parse_grammar(spec: str) -> Grammar:
     """
     kind, _, text = spec.partition(":")
     if kind not in get_args(GrammarKind):
-        raise SettingsError(f"grammar {spec!r}: expected json_object, json_schema:FILE, regex:EXPRESSION or lark:FILE")
+        raise SettingsError(
+            f"grammar {quote(spec)}: expected json_object, json_schema:FILE, regex:EXPRESSION or lark:FILE"
+        )
     if kind in ("json_schema", "lark") and text:
         text = read_text(text)
     return Grammar(cast(GrammarKind, kind), text)

@@ -13,19 +13,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from outrider.cli.options import Measurement, Whole
+from outrider.cli.options import Measurement, Whole, parse_block_length
 from outrider.config import DEFAULT_K, GenerationSettings
 from outrider.errors import SettingsError
 from outrider.files import check_writable, write_file
 
 if TYPE_CHECKING:
     from outrider.decoding.gate import Gate
+    from outrider.engines.base import Engine
     from outrider.netem.conditions import Conditions
     from outrider.planning.costs import StepCosts
     from outrider.planning.planner import Goal, Option, PlainDecoding, Ranking
     from outrider.planning.simulator import Summary
     from outrider.planning.sweep import Row
     from outrider.planning.traces import Trace
+    from outrider.verifiers.base import Verifier
 
 PAIR = Group("Measurements", sort_key=0)
 Drivers = Literal["sequential", "pipelined"]
@@ -49,7 +51,8 @@ class Measured:
     limit
         Use only this many items, from the first one on.
     traces
-        Recorded traces (outrider eval --trace). Data is then used to measure times only.
+        Traces of this pair with these decoding options (outrider eval --trace): a file, or the directory of the run.
+        Data is then used to measure times only.
     """
 
     data: str = "demo"
@@ -108,7 +111,7 @@ def run_sweep(
     from outrider.planning.sweep import pareto, sweep
 
     networks = [parse_conditions(net) for net in nets]
-    lengths = [int(k) if k.isdecimal() else k for k in ks]
+    lengths = [parse_block_length(k) for k in ks]
     for gate, k, driver, net in product(gates or ["always"], lengths, drivers, networks):
         Setup(gate=gate, k=k, driver=driver, net=net)  # raises for invalid settings before a model is loaded
     if out is not None:
@@ -146,7 +149,7 @@ def _measure(measured: Measured, pair: Measurement) -> tuple[list[Trace], StepCo
     from outrider.evals.modes import item_prompt
     from outrider.planning.timing import measure_costs
     from outrider.planning.trace_recorder import record
-    from outrider.planning.traces import read_traces
+    from outrider.planning.traces import find_traces, read_traces
 
     models = pair.models
     models.require_edge_model("a plan")
@@ -155,16 +158,29 @@ def _measure(measured: Measured, pair: Measurement) -> tuple[list[Trace], StepCo
     check_connection(models, pair.connection)
     settings = GenerationSettings.build(pair.decoding.settings())
     items = load_set(measured.data)[: measured.limit]
-    known = read_traces(Path(measured.traces)) if measured.traces is not None else None
+    file = None if measured.traces is None else find_traces(measured.traces)
+    known = None if file is None else read_traces(file)
     configure_logging(pair.output)
     with connected(models, pair.connection) as verifier:
         draft = load_drafter(models)
         enable_gc()
+        if file is not None:
+            _check_traces(file, draft, verifier, settings)  # type: ignore[arg-type]
         prompts = [item_prompt(item) for item in items]
         costs = measure_costs(draft, verifier, prompts[:3], settings)  # type: ignore[arg-type]
         names = [item.id for item in items]
         found = known or list(record(draft, verifier, prompts, settings, names))  # type: ignore[arg-type]
     return found, costs
+
+
+def _check_traces(file: Path, draft: Engine, verifier: Verifier, settings: GenerationSettings) -> None:
+    """Raise SettingsError if the run.json next to traces names another pair or other settings."""
+    from outrider.cli.terminal import print_message
+    from outrider.planning.provenance import check_provenance, describe_pair
+
+    edge, cloud = describe_pair(draft, verifier)
+    if not check_provenance(file, edge=edge, cloud=cloud, settings=settings):
+        print_message(f"outrider: no run.json next to {file}: its traces count as those of this pair and these options")
 
 
 # Output -----------------------------------------------------------------------------------------------------

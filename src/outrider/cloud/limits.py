@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 from outrider.numeric import is_integer, is_number
 from outrider.serving.sizes import MIB
 
@@ -108,9 +108,9 @@ class RateLimiter:
 
 def _check_int(name: str, value: int, minimum: int = 1) -> None:
     if not (is_integer(value) and value >= minimum):
-        raise SettingsError(f"{name} must be a whole number, {minimum} or more, not {value!r}")
+        raise SettingsError(f"{name} must be a whole number, {minimum} or more, not {quote(value)}")
 
 
 def _check_positive(name: str, value: float) -> None:
     if not (is_number(value) and value > 0):
-        raise SettingsError(f"{name} must be a finite number above 0, not {value!r}")
+        raise SettingsError(f"{name} must be a finite number above 0, not {quote(value)}")

@@ -17,6 +17,7 @@ import numpy as np
 from outrider.config import PER_REQUEST_SETTING, REPORT_SETTING, GateFile, GenerationSettings, Scope
 from outrider.decoding.gate import MAX_UNREPAIRED, SIGNAL_NAMES, Decision, Signals, Threshold
 from outrider.decoding.loop_detection import DEFAULT_RULE, LoopRule
+from outrider.errors import quote
 from outrider.sampling.sampler import uniforms
 
 NO_MEAN_GATE = (
@@ -146,4 +147,4 @@ def calibrated_settings(settings: GenerationSettings) -> list[str]:
 def _changed_settings(was: GenerationSettings, now: GenerationSettings) -> list[str]:
     """Return the settings that differ."""
     pairs = [(name, getattr(was, name), getattr(now, name)) for name in calibrated_settings(was)]
-    return [f"{name} {before!r}, not {after!r}" for name, before, after in pairs if before != after]
+    return [f"{name} {quote(before)}, not {quote(after)}" for name, before, after in pairs if before != after]

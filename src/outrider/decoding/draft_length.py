@@ -11,7 +11,7 @@ from typing import Protocol, Self
 from outrider.decoding.acceptance_model import MATCH_PRIORS
 from outrider.decoding.adaptive_draft_length import DraftLengthController
 from outrider.decoding.draft_source import Confidence, DraftSource, MatchLength, source_of
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 
 MAX_K = 64
 AUTO_MAX_K = 16
@@ -162,5 +162,5 @@ def parse_draft_length(k: int | str, sources: Collection[DraftSource] = (DraftSo
     if k == "auto":
         return AdaptiveDraftLength(DraftLengthController(sources))
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_K:
-        raise SettingsError(f"k is a whole number from 1 to {MAX_K}, or 'auto', not {k!r}")
+        raise SettingsError(f"k is a whole number from 1 to {MAX_K}, or 'auto', not {quote(k)}")
     return FixedDraftLength(k)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 
 MAX_PERIOD = 32
 MIN_TAIL_TOKENS = 8
@@ -37,7 +37,9 @@ class LoopRule:
     def __post_init__(self) -> None:
         for name, least in (("period", 1), ("tail", 2), ("extra", 0)):
             if not least <= getattr(self, name) <= MAX_TAIL:
-                raise SettingsError(f"loop_rule: {name} is between {least} and {MAX_TAIL}, not {getattr(self, name)}")
+                raise SettingsError(
+                    f"loop_rule: {name} is between {least} and {MAX_TAIL}, not {quote(getattr(self, name))}"
+                )
 
     def __str__(self) -> str:
         return ",".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
@@ -76,13 +78,15 @@ def parse_loop_rule(text: str) -> LoopRule:
         SettingsError: the form is another one, a name occurs twice, or a value is out of range.
     """
     if not isinstance(text, str):
-        raise SettingsError(f"loop_rule is a text such as {DEFAULT_LOOP_RULE}, not {text!r}")
+        raise SettingsError(f"loop_rule is a text such as {DEFAULT_LOOP_RULE}, not {quote(text)}")
     names = [each.name for each in fields(LoopRule)]
     found = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d{1,4000})\s*", part, re.ASCII) for part in text.split(",")]
     values = [(part[1], int(part[2])) for part in found if part is not None]
     for number, (name, _) in enumerate(values):
         if name in dict(values[:number]):
-            raise SettingsError(f"loop_rule {text!r}: {name} is given twice")
+            raise SettingsError(f"loop_rule {quote(text)}: {name} is given twice")
     if len(values) < len(found) or not set(dict(values)) <= set(names):
-        raise SettingsError(f"loop_rule {text!r}: expected some of period=N, tail=N and extra=N, with commas between")
+        raise SettingsError(
+            f"loop_rule {quote(text)}: expected some of period=N, tail=N and extra=N, with commas between"
+        )
     return LoopRule(**dict(values))

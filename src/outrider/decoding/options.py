@@ -13,7 +13,7 @@ from outrider.decoding.gate import Always, Gate
 from outrider.decoding.gate_parsing import gate as parse_gate
 from outrider.decoding.loop_detection import DEFAULT_LOOP_RULE, LoopRule
 from outrider.decoding.loop_detection import parse_loop_rule as parse_loop_rule
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 from outrider.sampling.acceptance import AcceptanceRule, Exact, parse_acceptance_rule
 
 UNUSED: Final[Mapping[DecodingMode, tuple[str, ...]]] = {
@@ -46,7 +46,7 @@ class DecodingOptions:
         if isinstance(self.gate, str):
             return parse_gate(self.gate)
         if not hasattr(self.gate, "exact"):
-            raise SettingsError(f"gate is a text such as entropy:1.5, or a gate, not {self.gate!r}")
+            raise SettingsError(f"gate is a text such as entropy:1.5, or a gate, not {quote(self.gate)}")
         return self.gate
 
     @cached_property
@@ -130,9 +130,9 @@ class DecodingOptions:
         """Raise SettingsError for options that contradict each other or the models."""
         gate, accept, on_loop, on_cloud_loss = self.parsed_gate, self.acceptance_rule, self.on_loop, self.on_cloud_loss
         if self.privacy != "audio" and not has_verifier:
-            raise SettingsError(f"privacy {self.privacy!r} has no effect without a verifier")
+            raise SettingsError(f"privacy {quote(self.privacy)} has no effect without a verifier")
         if on_cloud_loss is not None and not remote:
-            raise SettingsError(f"on_cloud_loss {on_cloud_loss!r}: this verifier is not across a network")
+            raise SettingsError(f"on_cloud_loss {quote(on_cloud_loss)}: this verifier is not across a network")
         if self.driver == "pipelined" and not (has_drafter and remote):
             raise SettingsError("driver 'pipelined' needs a drafter, and a verifier across a network")
         if on_cloud_loss == "edge-only" and not has_drafter:

@@ -6,7 +6,7 @@ from typing import Any
 
 from outrider.config import GenerationSettings, check_type
 from outrider.engines.prompt_lookup import PromptLookup
-from outrider.errors import PromptError, SettingsError
+from outrider.errors import PromptError, SettingsError, quote
 from outrider.numeric import as_integer, is_integer
 
 
@@ -20,7 +20,7 @@ def read_ids(ids: object) -> list[int]:
     """Return token ids as ints. Raise PromptError if they are none."""
     found: list[Any] = list(map(as_integer, ids)) if isinstance(ids, list | tuple) else [None]
     if not all(is_integer(token) and token >= 0 for token in found):
-        raise PromptError(f"ids is a list of token ids, not {ids!r}")
+        raise PromptError(f"ids is a list of token ids, not {quote(ids)}")
     return found
 
 
@@ -37,7 +37,7 @@ def check_arguments(
     check_type("watch", watch, bool, "True or False")
     check_type("lazy", lazy, bool, "True or False")
     if reader is not None and not isinstance(reader, PromptLookup) and not hasattr(reader, "forward_many"):
-        raise SettingsError(f"reader is an engine or a prompt lookup from prompt_lookup(…), not {reader!r}")
+        raise SettingsError(f"reader is an engine or a prompt lookup from prompt_lookup(…), not {quote(reader)}")
     if lookup is not None and not isinstance(lookup, PromptLookup):
         raise SettingsError(f"lookup is a prompt lookup from prompt_lookup(…), not {type(lookup).__name__}")
     if lookup is not None and not hasattr(draft, "forward_many"):

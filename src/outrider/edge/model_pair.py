@@ -21,6 +21,7 @@ from outrider.errors import (
     SettingsError,
     StateError,
     VocabularyMismatch,
+    quote,
 )
 from outrider.prompts.audio import check_length
 from outrider.verifiers.base import Connectable, ModelInfo, RemoteSessions, Verifier, match_vocabularies
@@ -66,7 +67,7 @@ class Handshake:
         highest = max(prompt.ids)
         for side in reversed(self.models):
             if highest >= side.row_count:
-                raise PromptError(f"{side.name} cannot read token {highest}: it has {side.row_count} rows")
+                raise PromptError(f"{side.name} cannot read token {quote(highest)}: it has {side.row_count} rows")
         for name, tokens in (("suppress_tokens", settings.suppress_tokens), ("logit_bias", dict(settings.logit_bias))):
             if any(token >= self.target_vocabulary for token in tokens):
                 raise SettingsError(f"{name}: ids go up to {self.target_vocabulary - 1}")
@@ -78,8 +79,8 @@ class Handshake:
         for side in self.models:
             if side.max_length is not None and total > side.max_length:
                 raise ContextError(
-                    f"a prompt of {len(prompt.ids)} tokens and max_new_tokens {settings.max_new_tokens} make {total}: "
-                    f"{side.name} holds {side.max_length}"
+                    f"a prompt of {len(prompt.ids)} tokens and max_new_tokens {quote(settings.max_new_tokens)} make "
+                    f"{quote(total)}: {side.name} holds {side.max_length}"
                 )
 
 

@@ -22,7 +22,7 @@ from outrider.engines.checkpoint import (
 )
 from outrider.engines.load_options import LoadOptions
 from outrider.engines.locking import LOAD_LOCK, check_process
-from outrider.errors import ModelError, OutriderError, SettingsError
+from outrider.errors import ModelError, OutriderError, SettingsError, quote
 from outrider.files import out_of_space
 from outrider.hints import install_command
 
@@ -173,7 +173,7 @@ def resolve_path(name: str) -> str:
         return str(BUNDLED / _BUNDLED_NAMES[name])
     if not name.strip():
         raise ModelError("a model's name is empty: give a checkpoint's directory, a .gguf file, a hub id, or demo")
-    path = Path(name).expanduser()
+    path = _to_path(name)
     if name.endswith(".gguf"):
         if not path.is_file():
             raise ModelError(f"{name} is a directory, not a GGUF file" if path.is_dir() else f"no such file: {name}")
@@ -185,6 +185,16 @@ def resolve_path(name: str) -> str:
     if path.exists() or not _HUB_ID.fullmatch(name):
         raise ModelError(f"no such model: {name} (give a checkpoint's directory, a .gguf file, a hub id, or demo)")
     return name
+
+
+def _to_path(name: str) -> Path:
+    """Return the path of a name. Raise ModelError if no file can have it, because it is too long."""
+    path = Path(name).expanduser()
+    try:
+        path.exists()
+    except OSError as error:
+        raise ModelError(f"no such model: {quote(name)}: {error.strerror}") from error
+    return path
 
 
 def load_tokenizer(name: str) -> Any:
@@ -250,7 +260,7 @@ def resolve_tokenizer_path(name: str) -> str:
         raise ModelError("a tokenizer's name is empty: give its directory or a hub id, as in lookup:DIRECTORY")
     if name.endswith(".gguf"):
         raise ModelError(f"{name}: the tokenizer of a .gguf file cannot be loaded alone: give a tokenizer's directory")
-    path = Path(name).expanduser()
+    path = _to_path(name)
     if full_name(name) in _BUNDLED_NAMES:
         return resolve_path(name)
     if not path.is_dir() and (path.exists() or not _HUB_ID.fullmatch(name)):

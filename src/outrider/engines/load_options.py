@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = (None, "int8", "int4")
@@ -71,11 +71,11 @@ class LoadOptions:
         try:
             device = torch.device(name)
         except (RuntimeError, TypeError) as error:
-            raise SettingsError(f"device {name!r}: expected cpu, cuda or cuda:N") from error
+            raise SettingsError(f"device {quote(name)}: expected cpu, cuda or cuda:N") from error
         if device.type not in ("cpu", "cuda"):
-            raise SettingsError(f"device {name!r}: expected cpu, cuda or cuda:N")
+            raise SettingsError(f"device {quote(name)}: expected cpu, cuda or cuda:N")
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise SettingsError(f"device {name!r}: this machine shows no CUDA device")
+            raise SettingsError(f"device {quote(name)}: this machine shows no CUDA device")
         return device
 
     def resolve_dtype(self, device: Any) -> Any:
@@ -94,4 +94,4 @@ def load_keywords(options: object) -> dict[str, Any]:
 
 def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     if not (value is None or isinstance(value, str)) or value not in choices:  # an array has no truth value
-        raise SettingsError(f"{name} {value!r}: expected one of {', '.join(map(str, choices))}")
+        raise SettingsError(f"{name} {quote(value)}: expected one of {', '.join(map(str, choices))}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.engines.load import captions_only, load_audio_features, load_tokenizer, read_eos_ids
 from outrider.engines.vocabulary import Vocabulary, check_eos_ids
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 from outrider.numeric import as_integer, is_integer
 
 if TYPE_CHECKING:  # importing it loads transformers
@@ -72,8 +72,8 @@ def prompt_lookup(
     min_ngram, max_ngram = as_integer(min_ngram), as_integer(max_ngram)
     if not (is_integer(min_ngram) and is_integer(max_ngram) and 1 <= min_ngram <= max_ngram <= MAX_NGRAM):
         raise SettingsError(
-            f"prompt lookup: expected 1 <= min_ngram <= max_ngram <= {MAX_NGRAM}, not min_ngram {min_ngram!r} and "
-            f"max_ngram {max_ngram!r}"
+            f"prompt lookup: expected 1 <= min_ngram <= max_ngram <= {MAX_NGRAM}, not min_ngram {quote(min_ngram)} and "
+            f"max_ngram {quote(max_ngram)}"
         )
     if tokenizer is None:
         return PromptLookup(None, "lookup", min_ngram, max_ngram)
@@ -89,5 +89,5 @@ def prompt_lookup(
             is_captions_only=captions_only(name),
         )
     if not hasattr(tokenizer, "get_vocab"):
-        raise SettingsError(f"prompt lookup: a tokenizer is a name or one of transformers, not {tokenizer!r}")
+        raise SettingsError(f"prompt lookup: a tokenizer is a name or one of transformers, not {quote(tokenizer)}")
     return PromptLookup(tokenizer, "lookup", min_ngram, max_ngram)

@@ -11,10 +11,12 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
+from outrider.engines.schema_bounds import find_ignored_bound
 from outrider.engines.schema_formats import add_patterns
 from outrider.engines.schema_parts import ANNOTATIONS, Schema, SchemaParts, dict_in, list_in, required_keys, types_of
+from outrider.engines.schema_patterns import translate_patterns
 from outrider.engines.schema_recursion import find_infinite
-from outrider.errors import GrammarError
+from outrider.errors import GrammarError, quote
 
 # White space between two JSON tokens. Without a limit, weak models generate nothing else.
 WHITESPACE: Final = r"\x20|\n[\x20\t]{0,20}"
@@ -27,6 +29,7 @@ UNWRITABLE_IN_PATTERN: Final = re.compile(
 )
 MAX_INTEGER: Final = 2**53  # beyond it, llguidance rounds
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+INCLUSIVE: Final = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
 LAYOUT_OPTIONS: Final = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
 # Keywords that constrain values. llguidance refuses some of them by name.
 CONSTRAINTS: Final = frozenset({
@@ -86,11 +89,11 @@ def _is_same(value: object, other: object) -> bool:
 
 
 def write_schema(schema: Schema) -> str:
-    """Return a schema as JSON with llguidance's options, which are in `x-guidance`."""
+    """Return a schema as JSON for llguidance, whose options are in `x-guidance`."""
     given = schema.get("x-guidance", {})
     spaces = {} if "whitespace_flexible" in given else {"whitespace_pattern": WHITESPACE}
     options = {**ESCAPES, **spaces, **given}
-    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps({**translate_patterns(schema), "x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
 
 
 def check_schema(schema: Schema) -> None:
@@ -115,6 +118,13 @@ def check_schema(schema: Schema) -> None:
             _check_references(part, place)
         _check_values(part, place)
         _check_repeated_keys(part, place)
+    ignored = find_ignored_bound(parts)
+    if ignored is not None:
+        part, key = ignored
+        raise GrammarError(
+            f"{key} cannot be enforced together with a bound that is less than 1 away: give {INCLUSIVE[key]}",
+            f"{parts.place(part)}.{key}".lstrip("."),
+        )
     infinite = find_infinite(parts)
     if infinite is not None:
         raise GrammarError("no finite value matches it: infinite recursion", parts.place(infinite))
@@ -133,7 +143,7 @@ def find_unknown_keywords(schema: Schema) -> list[str]:
 
 def _check_layout(options: Any) -> None:
     """Refuse options of llguidance that allow outputs against the schema, such as `lenient`."""
-    unknown = sorted(set(options) - set(LAYOUT_OPTIONS)) if isinstance(options, dict) else [str(options)]
+    unknown = sorted(set(options) - set(LAYOUT_OPTIONS)) if isinstance(options, dict) else [quote(options)]
     known = ", ".join(LAYOUT_OPTIONS)
     if unknown:
         raise GrammarError(f"{', '.join(unknown)}: expected an object with the keys {known}", "x-guidance")
@@ -167,7 +177,8 @@ def _replaced_values(part: Schema) -> Iterator[tuple[str, str]]:
                 yield key, "integers beyond ±2^53 cannot be enforced"
     for key in BOUNDS:
         bound = part.get(key)
-        if isinstance(bound, int | float) and abs(bound) > MAX_INTEGER:
+        limit = MAX_INTEGER - 1 if key in INCLUSIVE else MAX_INTEGER  # an exclusive bound is moved by 1
+        if isinstance(bound, int | float) and abs(bound) > limit:
             yield key, "bounds beyond ±2^53 cannot be enforced: leave it out"
     for key, patterns in (
         ("pattern", [part.get("pattern")]),
@@ -203,7 +214,7 @@ def _check_repeated_keys(part: Schema, place: str) -> None:
     has_others = part.get("additionalProperties") is not False or part.get("patternProperties")
     if isinstance(least, int) and least > distinct and has_others and "object" in types_of(part):
         raise GrammarError(
-            f"minProperties {least} is not supported here: keys that `properties` and `required` do not list can "
-            f"repeat, and parsers merge repeated keys: give at most {distinct}, one more than the required keys",
+            f"minProperties {quote(least)} is not supported here: keys that `properties` and `required` do not list "
+            f"can repeat, and parsers merge repeated keys: give at most {distinct}, one more than the required keys",
             place,
         )

@@ -19,7 +19,7 @@ from outrider.decoding.detokenizer import get_detokenizer
 from outrider.decoding.stopping import FinishReason, StopRules, find_finish_reason
 from outrider.engines.base import Engine, Prompt
 from outrider.engines.torch.engine import TorchEngine
-from outrider.errors import ContextError, DecodingError, PromptError, SettingsError
+from outrider.errors import ContextError, DecodingError, PromptError, SettingsError, quote
 from outrider.evals.manifest import Item
 from outrider.evals.modes import Encoder, Inapplicable, ItemResult, gaps
 from outrider.evals.store import Row
@@ -44,11 +44,11 @@ class Assistance:
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise SettingsError(f"assistant tokens are 1 or more, not {self.tokens}")
+            raise SettingsError(f"assistant tokens are 1 or more, not {quote(self.tokens)}")
         if self.schedule not in _SCHEDULES:
-            raise SettingsError(f"assistant schedule {self.schedule!r}: expected one of {', '.join(_SCHEDULES)}")
+            raise SettingsError(f"assistant schedule {quote(self.schedule)}: expected one of {', '.join(_SCHEDULES)}")
         if not 0 <= self.confidence < 1:
-            raise SettingsError(f"assistant confidence is 0 (off) or more and below 1, not {self.confidence}")
+            raise SettingsError(f"assistant confidence is 0 (off) or more and below 1, not {quote(self.confidence)}")
 
     def config(self) -> GenerationConfig:
         """Return the assistant's generation settings."""

@@ -26,6 +26,7 @@ from outrider.evals.manifest import Item
 from outrider.evals.modes import OURS, Encoder, Mode, Setup, build, item_prompt, select_modes
 from outrider.evals.runner import Tracer
 from outrider.evals.store import Row
+from outrider.planning.provenance import describe_engine, describe_remote
 from outrider.planning.trace_recorder import Recorder
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.local import LocalVerifier, describe
@@ -119,8 +120,7 @@ class EvalContext:
             return {"edge": edge, "cloud": None}
         reader = self._reader or self.draft or self._tokenizer
         cloud = self.verifier.describe(None if reader is None else describe(reader))
-        facts = {"name": cloud.name, "vocabulary": cloud.fingerprint, "quantization": cloud.quantization}
-        return {"edge": edge, "cloud": facts}
+        return {"edge": edge, "cloud": describe_remote(cloud)}
 
 
 def describe_run(
@@ -193,18 +193,6 @@ def data_hash(items: Sequence[Item]) -> str:
         if item.audio is not None:
             digest.update(bytes.fromhex(file_hash(item.audio)))
     return digest.hexdigest()[:16]
-
-
-def describe_engine(engine: Engine) -> Row:
-    """Describe an engine: identity of its weights and vocabulary, dtype, quantisation and device."""
-    return {
-        "name": engine.name,
-        "vocabulary": engine.fingerprint,
-        "dtype": str(getattr(engine, "dtype", "")).removeprefix("torch."),
-        "quantization": getattr(engine, "quantization", None),
-        "device": str(getattr(engine, "device", "")),
-        "identity": getattr(engine, "identity", None),  # last, because messages name the first difference
-    }
 
 
 def file_hash(path: Path) -> str:

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from outrider.errors import DataError, SettingsError
+from outrider.errors import DataError, SettingsError, quote
 from outrider.evals.manifest import ErrorCollector, Item
 from outrider.files import parse_json, read_text
 from outrider.prompts.captions import LANGUAGES
@@ -147,7 +147,7 @@ def _mer_item(key: str, path: Path, lang: str, caption: str, merged: Mapping[str
 
 def _check_lang(lang: str) -> None:
     if lang not in LANGUAGES:
-        raise SettingsError(f"lang {lang!r}: expected one of {', '.join(LANGUAGES)}")
+        raise SettingsError(f"lang {quote(lang)}: expected one of {', '.join(LANGUAGES)}")
 
 
 def _columns(given: Mapping[str, str | Sequence[str]]) -> dict[str, tuple[str, ...]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.errors import DataError
+from outrider.errors import DataError, quote
 from outrider.files import read_json, read_text, write_file
 from outrider.prompts.captions import LANGUAGES, TASKS
 
@@ -49,7 +49,7 @@ class Item:
 
     def __post_init__(self) -> None:
         if sum(getattr(self, source) is not None for source in SOURCES) != 1:
-            raise DataError(f"item {self.id!r}: exactly one of {', '.join(SOURCES)} is required")
+            raise DataError(f"item {quote(self.id)}: exactly one of {', '.join(SOURCES)} is required")
 
 
 KEYS: Final = tuple(f.name for f in fields(Item))
@@ -154,7 +154,7 @@ def _build(path: Path, records: list[Record], make: Callable[[JsonObject, Path],
     for where, value in records:
         made = make(value, path.parent) if isinstance(value, dict) else ["not an object"]
         name = value.get(key) if isinstance(value, dict) else None
-        where = where if name is None else f"{where}, id {name!r}"
+        where = where if name is None else f"{where}, id {quote(name)}"
         if name is not None and str(name) in seen:
             errors.add(where, "an earlier item has this id")
         seen.add(str(name))
@@ -190,7 +190,7 @@ def _find_errors(value: JsonObject, folder: Path) -> Iterator[str]:
         yield "lang is missing"
     for key in ("id", "lang", "audio", "prompt", "transcript", "task"):
         if value.get(key) is not None and not is_text(value[key]):
-            yield f"{key} is a text that is not blank, not {value[key]!r}"
+            yield f"{key} is a text that is not blank, not {quote(value[key])}"
     yield from _find_field_errors(value)
     sources = [key for key in SOURCES if value.get(key) is not None]
     if len(sources) != 1:
@@ -204,9 +204,9 @@ def _find_errors(value: JsonObject, folder: Path) -> Iterator[str]:
 def _find_field_errors(value: JsonObject) -> Iterator[str]:
     references, labels, messages = value.get("references"), value.get("labels"), value.get("messages")
     if references is not None and not (isinstance(references, list) and all(map(is_text, references))):
-        yield f"references is a list of texts that are not blank, not {references!r}"
+        yield f"references is a list of texts that are not blank, not {quote(references)}"
     if labels is not None and not (isinstance(labels, dict) and all(map(is_text, (*labels, *labels.values())))):
-        yield f"labels is an object of texts that are not blank, not {labels!r}"
+        yield f"labels is an object of texts that are not blank, not {quote(labels)}"
     if messages is not None and not (
         isinstance(messages, list)
         and messages
@@ -219,9 +219,9 @@ def _find_recording_errors(value: JsonObject, folder: Path) -> Iterator[str]:
     if is_text(value["audio"]) and not os.path.isfile(folder / value["audio"]):  # also false for invalid names
         yield f"no such file: {folder / value['audio']}"
     if is_text(value.get("lang")) and value["lang"] not in LANGUAGES:
-        yield f"the lang of a recording is one of {', '.join(LANGUAGES)}, not {value['lang']!r}"
+        yield f"the lang of a recording is one of {', '.join(LANGUAGES)}, not {quote(value['lang'])}"
     if is_text(value.get("task")) and value["task"] not in TASKS:
-        yield f"task is one of {', '.join(TASKS)}, not {value['task']!r}"
+        yield f"task is one of {', '.join(TASKS)}, not {quote(value['task'])}"
 
 
 def is_text(value: Any) -> bool:
@@ -234,9 +234,9 @@ def _question(value: JsonObject, _folder: Path) -> ItemOrErrors:
     number, category, turns = value.get("question_id"), value.get("category"), value.get("turns")
     errors = [f"unknown key {key}" for key in sorted(set(value) - {*_QUESTION, "reference"})]
     if isinstance(number, bool) or not (isinstance(number, int) or is_text(number)):
-        errors.append(f"question_id is a number or a text, not {number!r}")
+        errors.append(f"question_id is a number or a text, not {quote(number)}")
     if not is_text(category):
-        errors.append(f"category is a text, not {category!r}")
+        errors.append(f"category is a text, not {quote(category)}")
     if not isinstance(turns, list) or not turns or not all(map(is_text, turns)):
         return [*errors, "turns is a list of texts, at least one"]
     if errors:

@@ -22,7 +22,7 @@ from outrider.decoding.result import TIME_FIELDS, GuaranteeTracker, Result
 from outrider.engines.base import Engine, Prompt
 from outrider.engines.prefix_cache import unique_salt
 from outrider.engines.prompt_lookup import PromptLookup
-from outrider.errors import OutriderError, SettingsError
+from outrider.errors import OutriderError, SettingsError, quote
 from outrider.evals.manifest import Item
 from outrider.evals.store import Row
 from outrider.prompts.audio import Audio
@@ -105,7 +105,7 @@ def select_modes(requested: Sequence[str], reason_for: Callable[[str], str | Non
     """
     for name in requested:
         if name not in NAMES:
-            raise SettingsError(f"mode {name!r}: expected any of {', '.join(NAMES)}")
+            raise SettingsError(f"mode {quote(name)}: expected any of {', '.join(NAMES)}")
     reasons = {name: reason for name in NAMES if (reason := reason_for(name)) is not None}
     for name in requested:
         if name in reasons:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from outrider.decoding.sequence import Source
-from outrider.errors import DataError
+from outrider.errors import DataError, quote
 from outrider.numeric import is_integer
 from outrider.planning.json_validation import (
     Row,
@@ -37,7 +37,6 @@ from outrider.planning.json_validation import (
     rows,
     seconds,
     share,
-    shorten,
     string,
     text,
     whole_number,
@@ -202,7 +201,7 @@ def _line(row: Row) -> Answer | Failure:
             reason = row[name]
             if isinstance(reason, dict) and "message" in reason:
                 reason = f"{reason.get('type', 'error')}: {reason['message']}"
-            shown = string(reason, "error") if isinstance(reason, str) else shorten(reason)
+            shown = string(reason, "error") if isinstance(reason, str) else quote(reason)
             return Failure(text(row, "id"), text(row, "mode"), shown)
     ids = tuple(whole_number(token, "token_ids") for token in entries(row, "token_ids"))
     answer = Answer(
@@ -264,12 +263,12 @@ def _metrics(path: Path, group: str) -> dict[str, dict[str, Figure]]:
 def _figure_of(row: Row, name: str) -> Figure | None:
     figure = _figure(row.get(name), name)
     if figure is None and row.get(name) is not None:
-        raise DataError(f"{name}: expected a number, not {shorten(row[name])}")
+        raise DataError(f"{name}: expected a number, not {quote(row[name])}")
     ends = row.get(f"{name}_ci")
     if figure is None or ends is None:
         return figure
     if not (isinstance(ends, list) and len(ends) == 2):
-        raise DataError(f"{name}_ci: expected [low, high], not {shorten(ends)}")
+        raise DataError(f"{name}_ci: expected [low, high], not {quote(ends)}")
     return Figure(figure.value, *(number(end, f"{name}_ci") for end in ends))
 
 
@@ -282,7 +281,7 @@ def _figure(value: object, name: str) -> Figure | None:
 
 def _source(value: object) -> Source:
     if not isinstance(value, str) or value not in SOURCES:
-        raise DataError(f"sources: expected one of {', '.join(SOURCES)}, not {shorten(value)}")
+        raise DataError(f"sources: expected one of {', '.join(SOURCES)}, not {quote(value)}")
     return SOURCES[value]
 
 
@@ -293,10 +292,10 @@ def _signals(value: object) -> tuple[dict[str, float], ...]:
             raise DataError(f"signals: lists of different length, {', '.join(value)}")
         value = [dict(zip(value, entry, strict=True)) for entry in zip(*lists, strict=True)]
     if value is not None and not isinstance(value, list):
-        raise DataError(f"signals: expected a list, not {shorten(value)}")
+        raise DataError(f"signals: expected a list, not {quote(value)}")
     for entry in value or []:
         if entry is not None and not isinstance(entry, dict):
-            raise DataError(f"signals: expected an object or null for each token, not {shorten(entry)}")
+            raise DataError(f"signals: expected an object or null for each token, not {quote(entry)}")
     return tuple(numbers(entry or {}) for entry in value or [])
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import DataError, OutriderError, SettingsError
+from outrider.errors import DataError, OutriderError, SettingsError, quote
 from outrider.files import read_json, write_file
 
 Row = dict[str, Any]
@@ -173,7 +173,8 @@ def _check_run_file(folder: Path, about: Row) -> None:
     if found is not None:
         name, old, new = found
         raise SettingsError(
-            f"{folder} holds another run: {name} is {old!r} there and {new!r} now; change the folder or the options"
+            f"{folder} holds another run: {name} is {quote(old)} there and {quote(new)} now; change the folder or the "
+            "options"
         )
 
 

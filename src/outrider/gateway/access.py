@@ -15,6 +15,7 @@ from outrider.serving.tokens import Tokens
 
 JSON = "application/json"
 MULTIPART = "multipart/form-data"
+MAX_LENGTH_DIGITS = 18  # of a Content-Length
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -115,7 +116,7 @@ def _check_headers(request: Request, limit: int, media_type: str) -> None:
     if kind != media_type:  # for types other than JSON, browsers send no CORS preflight across sites
         raise RequestError(f"send the request as {media_type}", code="unsupported_media_type", status=415)
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
+    if declared.isdecimal() and (len(declared) > MAX_LENGTH_DIGITS or int(declared) > limit):
         raise _too_large(limit)
 
 

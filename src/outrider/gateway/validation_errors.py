@@ -7,6 +7,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from outrider.errors import MAX_QUOTED
 from outrider.gateway.errors import JsonObject, RequestError
 from outrider.gateway.request_schema import OutriderOptions, StrictModel
 
@@ -90,7 +91,7 @@ def _error_path(loc: Sequence[int | str], data: object, *, missing: bool) -> lis
             data = child[0]
         elif number < len(loc) or not missing:
             continue
-        path_steps.append(str(step))
+        path_steps.append(str(step)[:MAX_QUOTED])
     return path_steps
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from decimal import Decimal
 from typing import Any
 
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 from outrider.numeric import as_number
 
 MAX_SECONDS = 86_400.0  # s
@@ -78,20 +78,22 @@ def parse_conditions(text: str) -> Conditions:
         SettingsError: an unknown or repeated key, a missing unit, or a value out of range.
     """
     if not isinstance(text, str):
-        raise SettingsError(f"net is a text such as rtt=50ms,bw=2Mbit, not {text!r}")
+        raise SettingsError(f"net is a text such as rtt=50ms,bw=2Mbit, not {quote(text)}")
     if text.strip().lower() == NONE:
         return Conditions()
     values: dict[str, float] = {}
     for item in text.split(","):
         for name, value in _parse_item(item.strip()).items():
-            _require(name not in values, f"network conditions {text!r}: {item.strip()!r} sets {name} a second time")
+            _require(
+                name not in values, f"network conditions {quote(text)}: {quote(item.strip())} sets {name} a second time"
+            )
             values[name] = value
     return Conditions(**values)
 
 
 def _parse_item(item: str) -> dict[str, float]:
     key, equals, value = (part.strip() for part in item.partition("="))
-    _require(bool(equals), f"network condition {item!r}: write KEY=VALUE, such as rtt=50ms, or {NONE} alone")
+    _require(bool(equals), f"network condition {quote(item)}: write KEY=VALUE, such as rtt=50ms, or {NONE} alone")
     match key.lower():
         case "rtt" | "jitter" as name:
             return {name: _parse_quantity(key, value, TIME_UNITS, "50ms")}
@@ -103,7 +105,7 @@ def _parse_item(item: str) -> dict[str, float]:
             return {"cut_after": _parse_quantity(key, value, TIME_UNITS, "10s")}
         case "stall":
             return _parse_stall(value)
-    raise SettingsError(f"unknown network condition {key!r}: expected any of {', '.join(KEYS)}")
+    raise SettingsError(f"unknown network condition {quote(key)}: expected any of {', '.join(KEYS)}")
 
 
 def _parse_stall(value: str) -> dict[str, float]:
@@ -142,11 +144,13 @@ def _format_quantity(value: float, units: dict[str, int]) -> str:
 def _validate(name: str, value: Any) -> float:
     """Return `value` as a float. Raise SettingsError if it is outside the range of the field `name`."""
     value = as_number(value)
-    _require(not isinstance(value, bool) and isinstance(value, (int, float)), f"{name} is a number, not {value!r}")
+    _require(not isinstance(value, bool) and isinstance(value, (int, float)), f"{name} is a number, not {quote(value)}")
     if name in ("up", "down"):
-        _require(MIN_RATE <= value <= MAX_RATE, f"{name} is between 1 bit/s and 1000 Gbit/s, not {value} bit/s")
+        _require(MIN_RATE <= value <= MAX_RATE, f"{name} is between 1 bit/s and 1000 Gbit/s, not {quote(value)} bit/s")
     else:
-        _require(0 <= value <= MAX_SECONDS, f"{name} is between 0 s and a day ({MAX_SECONDS:g} s), not {value} s")
+        _require(
+            0 <= value <= MAX_SECONDS, f"{name} is between 0 s and a day ({MAX_SECONDS:g} s), not {quote(value)} s"
+        )
         _require(value > 0 or name in ("rtt", "jitter"), f"{name} is more than 0 s")
     return float(value)
 

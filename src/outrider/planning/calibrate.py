@@ -45,7 +45,7 @@ from outrider.config import GateFile, GenerationSettings, Loss, ModelId, SignalF
 from outrider.decoding.calibrated_gate import NO_MEAN_GATE
 from outrider.decoding.draft_length import parse_draft_length
 from outrider.decoding.gate import SIGNAL_NAMES, SignalName, Threshold
-from outrider.errors import DataError, SettingsError
+from outrider.errors import DataError, SettingsError, quote
 from outrider.files import write_file
 from outrider.planning.blocks import SIGNAL_GRID, BlockTable, build_blocks, replay, worst_losses
 from outrider.planning.traces import Trace
@@ -197,7 +197,7 @@ def _calibratable(signal: str) -> SignalName:
     name = next((name for name in SIGNAL_NAMES if name == signal), None)
     if name is None:
         raise SettingsError(
-            f"signal {signal!r}: {NO_MEAN_GATE if signal.endswith('.mean') else f'expected one of {SIGNAL_NAMES}'}"
+            f"signal {quote(signal)}: {NO_MEAN_GATE if signal.endswith('.mean') else f'expected one of {SIGNAL_NAMES}'}"
         )
     return name
 
@@ -206,7 +206,7 @@ def _check(epsilon: float, k: int | str, audit: float, seed: int) -> None:
     share(epsilon=epsilon, audit=audit)
     count(0, seed=seed)
     if not 0 < epsilon < 1:
-        raise SettingsError(f"epsilon is above 0 and below 1, not {epsilon!r}")
+        raise SettingsError(f"epsilon is above 0 and below 1, not {quote(epsilon)}")
     if k == "auto":
         raise SettingsError("a gate is calibrated for blocks of a fixed k, not 'auto'")
     parse_draft_length(k)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from statistics import median
 from typing import Any
 
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 from outrider.planning.validation import at_least_zero, positive
 
 ID_BYTES = 3  # varint of a token id below 2^21 (docs/design/maths.md, "Bytes")
@@ -82,5 +82,5 @@ def md1_wait_s(utilisation: float, service_s: float) -> float:
     """
     at_least_zero(utilisation=utilisation, service_s=service_s)
     if not utilisation < 1.0 or math.isinf(service_s):
-        raise SettingsError(f"utilisation is at least 0 and below 1, not {utilisation!r}")
+        raise SettingsError(f"utilisation is at least 0 and below 1, not {quote(utilisation)}")
     return utilisation * service_s / (2.0 * (1.0 - utilisation))

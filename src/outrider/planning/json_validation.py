@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outrider.errors import DataError
+from outrider.errors import DataError, quote
 from outrider.files import parse_json, read_text
 from outrider.numeric import is_integer, is_number
 
@@ -26,7 +26,7 @@ def numbers(values: Row) -> dict[str, float]:
 def number(value: Any, name: str) -> float:
     """Return a finite number."""
     if not is_number(value):
-        raise DataError(f"{name}: expected a finite number, not {shorten(value)}")
+        raise DataError(f"{name}: expected a finite number, not {quote(value)}")
     return float(value)
 
 
@@ -47,16 +47,16 @@ def share(value: Any, name: str) -> float:
 
 
 def whole_number(value: Any, name: str) -> int:
-    """Return an integer of 0 or more."""
-    if not is_integer(value) or value < 0:
-        raise DataError(f"{name}: expected whole numbers, 0 or more, not {shorten(value)}")
+    """Return an integer from 0 to 2^63 − 1."""
+    if not is_integer(value) or not 0 <= value < 2**63:
+        raise DataError(f"{name}: expected whole numbers, 0 or more and below 2^63, not {quote(value)}")
     return int(value)
 
 
 def string(value: Any, name: str) -> str:
     """Return a string that can be encoded. Lone surrogates, which JSON allows, become their escape sequences."""
     if not isinstance(value, str):
-        raise DataError(f"{name}: expected a text, not {shorten(value)}")
+        raise DataError(f"{name}: expected a text, not {quote(value)}")
     return value.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -71,7 +71,7 @@ def entries(row: Row, name: str, *, optional: bool = False) -> list[Any]:
     if value is None and optional:
         return []
     if not isinstance(value, list):
-        raise DataError(f"{name}: expected a list, not {shorten(value)}")
+        raise DataError(f"{name}: expected a list, not {quote(value)}")
     return value
 
 
@@ -79,7 +79,7 @@ def mapping(row: Row, name: str) -> Row:
     """Return a field that is an object."""
     value = required(row, name)
     if not isinstance(value, dict):
-        raise DataError(f"{name}: expected an object, not {shorten(value)}")
+        raise DataError(f"{name}: expected an object, not {quote(value)}")
     return value
 
 
@@ -88,12 +88,6 @@ def required(row: Row, name: str) -> Any:
     if name not in row:
         raise DataError(f"{name!r} is missing")
     return row[name]
-
-
-def shorten(value: Any) -> str:
-    """Return the `repr` of a value in at most 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:59] + "…"
 
 
 # Files ------------------------------------------------------------------------------------------------------
@@ -122,7 +116,7 @@ def read_object(path: Path) -> Row:
 def _parse_object(text: str, where: str) -> Row:
     value = parse_json(text, where)
     if not isinstance(value, dict):
-        raise DataError(f"{where}: expected an object, not {shorten(value)}")
+        raise DataError(f"{where}: expected an object, not {quote(value)}")
     return value
 
 

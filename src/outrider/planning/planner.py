@@ -15,7 +15,7 @@ from typing import Literal
 from outrider.config import DriverName
 from outrider.decoding.gate import Always, Gate
 from outrider.decoding.risk_estimate import MISS_PROBABILITY, upper_bound
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 from outrider.planning.costs import StepCosts
 from outrider.planning.simulator import Setup, Summary, end_tokens, replay, summarise
 from outrider.planning.traces import Trace
@@ -49,7 +49,7 @@ class Goal:
 
     def __post_init__(self) -> None:
         if self.aim not in OBJECTIVES:
-            raise SettingsError(f"a goal is {', '.join(OBJECTIVES)}, not {self.aim!r}")
+            raise SettingsError(f"a goal is {', '.join(OBJECTIVES)}, not {quote(self.aim)}")
         share(budget=self.limit)
 
     @property

@@ -1,24 +1,67 @@
-"""Check of the origin of traces: the run.json beside them against the models and settings of the gate file."""
+"""The origin of traces: the run.json beside them, compared with the models and settings of a command."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outrider.config import GenerationSettings, ModelId
+from outrider.config import GenerationSettings
 from outrider.decoding.calibrated_gate import calibrated_settings
-from outrider.errors import SettingsError
+from outrider.edge.model_pair import ModelPair
+from outrider.engines.base import Engine
+from outrider.errors import SettingsError, quote
 from outrider.files import read_json
+from outrider.verifiers.base import ModelInfo, Verifier
+from outrider.verifiers.local import LocalVerifier
 
 MISSING = object()
 Key = tuple[str, ...]
+Row = dict[str, Any]
 
 
-def check_provenance(traces: Path, *, edge: ModelId, cloud: ModelId, settings: GenerationSettings) -> bool:
+# Descriptions -----------------------------------------------------------------------------------------------
+
+
+def describe_engine(engine: Engine) -> Row:
+    """Describe an engine: identity of its weights and vocabulary, dtype, quantisation and device."""
+    return {
+        "name": engine.name,
+        "vocabulary": engine.fingerprint,
+        "dtype": str(getattr(engine, "dtype", "")).removeprefix("torch."),
+        "quantization": getattr(engine, "quantization", None),
+        "device": str(getattr(engine, "device", "")),
+        "identity": getattr(engine, "identity", None),  # last, because messages name the first difference
+    }
+
+
+def describe_remote(model: ModelInfo) -> Row:
+    """Describe a model across a network, as far as it is known."""
+    return {"name": model.name, "vocabulary": model.fingerprint, "quantization": model.quantization}
+
+
+def describe_pair(draft: Engine, verifier: Verifier) -> tuple[Row, Row]:
+    """Describe edge and cloud as run.json does.
+
+    Raises:
+        VocabularyMismatch: they do not share a vocabulary.
+    """
+    target = ModelPair(draft, verifier, "fail").state.target
+    if isinstance(verifier, LocalVerifier):
+        return describe_engine(draft), describe_engine(verifier.engine)
+    return describe_engine(draft), describe_remote(target)
+
+
+# Comparison -------------------------------------------------------------------------------------------------
+
+
+def check_provenance(traces: Path, *, edge: Row, cloud: Row, settings: GenerationSettings) -> bool:
     """Return whether a run.json beside the traces confirms their models and settings, False if it has none of them.
 
-    Fields that it lacks are not compared. k is not compared either, because traces are of single tokens.
+    edge, cloud: the models' descriptions (`describe_pair`). Fields that they or run.json lack are not compared. The
+    device is not compared either, nor is k, because traces are of single tokens.
 
     Raises:
         SettingsError: a field differs. The message names it with both values.
@@ -33,21 +76,21 @@ def check_provenance(traces: Path, *, edge: ModelId, cloud: ModelId, settings: G
     for key, found, expected in comparisons:
         if found not in (MISSING, expected):
             raise SettingsError(
-                f"{path}: configuration.{'.'.join(key)} is {found!r} for these traces, and {expected!r} here: a "
-                "gate is calibrated with the options that its traces were taken with"
+                f"{path}: configuration.{'.'.join(key)} is {quote(found)} for these traces, and {quote(expected)} "
+                "here: give the options that the traces were taken with"
             )
     return any(found is not MISSING for _, found, _ in comparisons)
 
 
-def _expected_fields(edge: ModelId, cloud: ModelId, settings: GenerationSettings) -> Iterator[tuple[Key, Any]]:
-    """Yield the values of the gate file with their paths in run.json's configuration."""
+def _expected_fields(edge: Row, cloud: Row, settings: GenerationSettings) -> Iterator[tuple[Key, Any]]:
+    """Yield the values of the command with their paths in run.json's configuration."""
     for side, model in (("edge", edge), ("cloud", cloud)):
-        yield ("models", side, "name"), model.name
-        yield ("models", side, "vocabulary"), model.fingerprint
-        yield ("models", side, "quantization"), model.quantization
-    for name in calibrated_settings(settings):
-        value = getattr(settings, name)
-        yield ("generation", name), list(value) if isinstance(value, tuple) else value
+        known = {
+            name: value for name, value in model.items() if name != "device" and (name, value) != ("identity", None)
+        }
+        yield from ((("models", side, name), value) for name, value in known.items())
+    given = json.loads(json.dumps(asdict(settings)))
+    yield from ((("generation", name), given[name]) for name in calibrated_settings(settings))
 
 
 def _lookup_recorded(recorded: Any, key: Key) -> Any:

@@ -29,7 +29,7 @@ from outrider.decoding.gate import Always, Gate
 from outrider.decoding.options import DecodingOptions
 from outrider.decoding.risk_estimate import MISS_PROBABILITY, upper_bound
 from outrider.decoding.stopping import StopRules
-from outrider.errors import DataError, SettingsError
+from outrider.errors import DataError, SettingsError, quote
 from outrider.netem.conditions import Conditions
 from outrider.planning.costs import StepCosts, md1_wait_s
 from outrider.planning.traces import Trace
@@ -67,7 +67,7 @@ class Setup(DecodingOptions):
         self.check_values()
         for name in NOT_SIMULATED:
             if getattr(self, name) != getattr(DecodingOptions, name):
-                raise SettingsError(f"{name} {getattr(self, name)!r}: only the default is simulated")
+                raise SettingsError(f"{name} {quote(getattr(self, name))}: only the default is simulated")
         check_constant(self.net)
         at_least_zero(queue_s=self.queue_s)
         md1_wait_s(self.utilisation, 0.0)
@@ -287,7 +287,7 @@ def _plan(trace: Trace, setup: Setup, ends: frozenset[int], gate: Gate, draft_le
     """Return a plan that stops where the live run did: at an end token, or at the length of the trace."""
     length, limit = len(trace.target), setup.max_new_tokens
     if limit is not None and length > limit:
-        raise SettingsError(f"trace {trace.id!r} has {length} tokens, more than max_new_tokens {limit}")
+        raise SettingsError(f"trace {quote(trace.id)} has {length} tokens, more than max_new_tokens {limit}")
     if trace.target[-1] in ends:
         length = limit or length + MAX_OVERRUN
     has_verifier = setup.mode != "edge-only"

@@ -88,6 +88,11 @@ def _signal(value: Any, name: str) -> float:
     return signal
 
 
+def find_traces(path: str) -> Path:
+    """Return the file of traces: the path itself, or that in the directory of a run."""
+    return Path(path, "traces.jsonl") if Path(path).is_dir() else Path(path)
+
+
 def read_traces(path: Path) -> list[Trace]:
     """Read the traces of a file.
 

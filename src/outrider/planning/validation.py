@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 from outrider.numeric import is_integer, is_number
 
 
@@ -32,4 +32,4 @@ def count(least: int, **values: int) -> None:
 
 def _require(condition: bool, name: str, expected: str, value: object) -> None:
     if not condition:
-        raise SettingsError(f"{name} is {expected}, not {value!r}")
+        raise SettingsError(f"{name} is {expected}, not {quote(value)}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.errors import AudioError, PromptError
+from outrider.errors import AudioError, PromptError, quote
 from outrider.prompts.recordings import (
     MAX_CHANNELS,
     MAX_RATE,
@@ -54,13 +54,15 @@ class Audio:
     def __post_init__(self) -> None:
         instruction = self.instruction
         if instruction is not None and not (isinstance(instruction, str) and instruction):
-            raise PromptError(f"instruction is a text that is not empty, or None, not {instruction!r}")
+            raise PromptError(f"instruction is a text that is not empty, or None, not {quote(instruction)}")
         if instruction is not None and (self.task, self.lang) != (Audio.task, Audio.lang):
             raise PromptError("instruction replaces task and lang: leave them out, or leave out instruction")
         if isinstance(self.source, str | Path) and self.sampling_rate != SAMPLE_RATE:
-            raise AudioError(f"sampling_rate is that of a waveform, and a file has its own: not {self.sampling_rate!r}")
+            raise AudioError(
+                f"sampling_rate is that of a waveform, and a file has its own: not {quote(self.sampling_rate)}"
+            )
         if not isinstance(self.warnings, tuple) or not all(isinstance(each, str) for each in self.warnings):
-            raise PromptError(f"warnings is a tuple of texts, not {self.warnings!r}")
+            raise PromptError(f"warnings is a tuple of texts, not {quote(self.warnings)}")
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def _from_array(wave: np.ndarray, rate: Any) -> np.ndarray:
     name = "the waveform"
     is_whole = isinstance(rate, Real) and not isinstance(rate, bool) and float(rate).is_integer()
     if not is_whole or not MIN_RATE <= rate <= MAX_RATE:
-        raise AudioError(f"sampling_rate: a whole number of Hz, {MIN_RATE} to {MAX_RATE}, not {rate!r}")
+        raise AudioError(f"sampling_rate: a whole number of Hz, {MIN_RATE} to {MAX_RATE}, not {quote(rate)}")
     rate = int(rate)
     if wave.ndim not in (1, 2) or not np.issubdtype(wave.dtype, np.floating):
         advice = "integers of 16 bits become floats in [−1, 1] with wave / 32768.0"

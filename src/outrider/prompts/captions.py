@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal, get_args
 
-from outrider.errors import PromptError
+from outrider.errors import PromptError, quote
 
 Task = Literal["default", "detailed", "concise"]
 Language = Literal["zh", "en"]
@@ -41,9 +41,9 @@ def instruction(task: str, lang: str) -> str:
         PromptError: the task is not one of `TASKS`, or the language not one of `LANGUAGES`.
     """
     if task not in TASKS:
-        raise PromptError(f"unknown caption task {task!r}: choose one of {', '.join(TASKS)}")
+        raise PromptError(f"unknown caption task {quote(task)}: choose one of {', '.join(TASKS)}")
     if lang not in LANGUAGES:
-        raise PromptError(f"unknown caption language {lang!r}: choose one of {', '.join(LANGUAGES)}")
+        raise PromptError(f"unknown caption language {quote(lang)}: choose one of {', '.join(LANGUAGES)}")
     return _INSTRUCTIONS[task, lang]
 
 

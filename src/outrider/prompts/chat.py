@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from outrider.engines.base import Prompt
 from outrider.engines.vocabulary import tokenize
-from outrider.errors import ContextError, PromptError
+from outrider.errors import ContextError, PromptError, quote
 from outrider.numeric import as_integer, is_integer
 from outrider.prompts import audio as recordings
 from outrider.prompts import captions, chat_template
@@ -145,9 +145,9 @@ def _check_ids(engine: Any, ids: Seq[int]) -> tuple[int, ...]:
     numbers = tuple(map(as_integer, ids))
     for token in numbers:
         if not is_integer(token):
-            raise PromptError(f"a token id is a whole number, not {token!r}")
+            raise PromptError(f"a token id is a whole number, not {quote(token)}")
         if not 0 <= token < engine.vocab_size:
             raise PromptError(
-                f"token id {token} is outside the vocabulary of {engine.name} (0 to {engine.vocab_size - 1})"
+                f"token id {quote(token)} is outside the vocabulary of {engine.name} (0 to {engine.vocab_size - 1})"
             )
     return numbers

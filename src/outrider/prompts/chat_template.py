@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from jinja2 import TemplateError
 
-from outrider.errors import PromptError
+from outrider.errors import PromptError, quote
 from outrider.prompts import template_sandbox
 from outrider.prompts.tool_template import Tools, check_marks, holds_result, iterate_strings, mark_calls, mark_tools
 
@@ -87,7 +87,7 @@ def _validate(messages: Messages, *, recording: bool) -> list[dict[str, Any]]:
     for number, message in enumerate(plain):
         if not isinstance(role := message.get("role"), str):
             raise _error(
-                plain, number, "it has no role" if role is None else f"the role {role!r} is not a text", "role"
+                plain, number, "it has no role" if role is None else f"the role {quote(role)} is not a text", "role"
             )
         content = message.get("content", "" if "tool_calls" in message else None)
         if not isinstance(content, str | list):
@@ -103,7 +103,7 @@ def _check_roles(source: str, messages: Messages) -> None:
     known = list(dict.fromkeys([*ROLES, *re.findall(r"""['"](\w+)['"]""", named)]))
     for number, message in enumerate(messages):
         if message["role"] not in known:
-            reason = f"the role {message['role']!r}: expected one of {', '.join(known)}"
+            reason = f"the role {quote(message['role'])}: expected one of {', '.join(known)}"
             raise _error(messages, number, reason, "role")
 
 
@@ -121,7 +121,7 @@ def _check_part(label: str, part: Any, *, recording: bool) -> None:
         return
     if "audio" in str(kind):
         raise PromptError(f"{label} has an audio part but no recording comes with it: give outrider.Audio")
-    raise PromptError(f'{label}: a part of kind {kind!r}: parts are {{"type": "text", "text": …}}')
+    raise PromptError(f'{label}: a part of kind {quote(kind)}: parts are {{"type": "text", "text": …}}')
 
 
 def _error(messages: Messages, number: int, reason: str, field: str = "content") -> PromptError:
@@ -355,8 +355,8 @@ class ControlTokens:
 
 def _control_token_error(label: str, place: str, token: str, name: str) -> PromptError:
     return PromptError(
-        f"{label} contains the control token {token!r} of {name}, which a message's text cannot hold: leave it out, or "
-        "give the whole prompt as plain text or token ids",
+        f"{label} contains the control token {quote(token)} of {name}, which a message's text cannot hold: leave it "
+        "out, or give the whole prompt as plain text or token ids",
         place=place,
     )
 

@@ -25,7 +25,8 @@ from typing import ClassVar, Protocol
 import torch
 
 from outrider.config import format_number
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
+from outrider.numeric import is_number
 from outrider.sampling.grammar import DeadEnd
 from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.policy import ForwardOutput, Policy
@@ -206,21 +207,21 @@ def parse_acceptance_rule(spec: str) -> AcceptanceRule:
         SettingsError: the name is unknown, or the limit is missing or out of range.
     """
     if not isinstance(spec, str):
-        raise SettingsError(f"accept is a text such as exact or rank:20, not {spec!r}")
+        raise SettingsError(f"accept is a text such as exact or rank:20, not {quote(spec)}")
     name, _, limit = spec.partition(":")
     if name in ("exact", "residual"):
         if limit:
-            raise SettingsError(f"accept {spec!r}: {name} takes no number")
+            raise SettingsError(f"accept {quote(spec)}: {name} takes no number")
         return Exact() if name == "exact" else RejectionSampling()
     if name not in _LOSSY_RULES:
-        raise SettingsError(f"accept {spec!r}: expected exact, residual, rank:N, margin:D or typical:E")
+        raise SettingsError(f"accept {quote(spec)}: expected exact, residual, rank:N, margin:D or typical:E")
     rule, example, minimum = _LOSSY_RULES[name]
     try:
         value = int(limit) if name == "rank" else float(limit)
     except ValueError:
-        raise SettingsError(f"accept {spec!r}: {name} needs a number, as in {name}:{example}") from None
-    if not (math.isfinite(value) and value >= minimum) or (name == "typical" and not 0 < value <= 1):
-        raise SettingsError(f"accept {spec!r}: {value:g} is out of range")
+        raise SettingsError(f"accept {quote(spec)}: {name} needs a number, as in {name}:{example}") from None
+    if not (is_number(value) and value >= minimum) or (name == "typical" and not 0 < value <= 1):
+        raise SettingsError(f"accept {quote(spec)}: {quote(value)} is out of range")
     return rule(value)
 
 

@@ -6,7 +6,7 @@ import ipaddress
 import re
 import socket
 
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<name>[^\s:/\[\]]*)):(?P<port>[0-9]{1,5})")
 
@@ -51,10 +51,12 @@ def parse_address(text: str) -> tuple[str, int]:
     """
     found = _ADDRESS.fullmatch(text)
     if not found or not _is_ipv6(found["v6"]):
-        raise SettingsError(f"{text!r} is not an address: write HOST:PORT, such as 127.0.0.1:7070, [::1]:7070 or :7070")
+        raise SettingsError(
+            f"{quote(text)} is not an address: write HOST:PORT, such as 127.0.0.1:7070, [::1]:7070 or :7070"
+        )
     port = int(found["port"])
     if port > 65535:
-        raise SettingsError(f"{text!r}: a port must be between 0 and 65535, as in 127.0.0.1:7070")
+        raise SettingsError(f"{quote(text)}: a port must be between 0 and 65535, as in 127.0.0.1:7070")
     return found["v6"] or found["name"], port
 
 

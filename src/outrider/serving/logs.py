@@ -16,7 +16,7 @@ from typing import TextIO
 
 from pythonjsonlogger.json import JsonFormatter
 
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 
 _COUNT_FIELDS = {"accepted", "base_length", "batch", "drafts", "limit", "port", "prompt_tokens", "round", "sessions"}
 _SIZE_FIELDS = {"bytes", "cache_bytes", "queue_seconds", "seconds", "slot", "slots", "tokens"}
@@ -80,7 +80,7 @@ def configure(level: str, *, json: bool, stream: TextIO) -> None:
     """
     levels = logging.getLevelNamesMapping()
     if level.upper() not in levels:
-        raise SettingsError(f"log level {level!r}: expected one of debug, info, warning, error, critical")
+        raise SettingsError(f"log level {quote(level)}: expected one of debug, info, warning, error, critical")
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonEventFormatter() if json else TextFormatter())
     handler.addFilter(RedactingFilter())  # a filter of the logger would not see its children's records

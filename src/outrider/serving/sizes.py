@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from outrider.errors import SettingsError
+from outrider.errors import SettingsError, quote
 
 MIB = 2**20
 
@@ -21,5 +21,7 @@ def parse_bytes(text: str) -> int:
     """
     found = _BYTES.fullmatch(text.strip())
     if not found or found[2] not in _UNITS:
-        raise SettingsError(f"{text!r} is not a size: write a whole number and a unit, such as 512MiB, 2GiB or 800kB")
+        raise SettingsError(
+            f"{quote(text)} is not a size: write a whole number and a unit, such as 512MiB, 2GiB or 800kB"
+        )
     return int(found[1]) * _UNITS[found[2]]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from outrider.config import check_type
 from outrider.engines.load import load_engine
-from outrider.errors import DataError, SettingsError
+from outrider.errors import DataError, SettingsError, quote
 from outrider.files import decode_text
 from outrider.numeric import as_number, is_number
 from outrider.transport.endpoint import TCP, Network
@@ -53,7 +53,7 @@ def parse_cloud_address(text: str) -> CloudAddress:
         SettingsError: the text has another form.
     """
     if not isinstance(text, str):
-        raise SettingsError(f"a cloud is a text such as grpc://host:7070 or local:MODEL, not {text!r}")
+        raise SettingsError(f"a cloud is a text such as grpc://host:7070 or local:MODEL, not {quote(text)}")
     if text == "none":
         return CloudAddress("none")
     kind, _, rest = text.partition(":")
@@ -62,19 +62,19 @@ def parse_cloud_address(text: str) -> CloudAddress:
             raise SettingsError("cloud local: needs a model after the colon")
         return CloudAddress("local", "demo:cloud" if rest == "demo" else rest)
     if kind not in REMOTE or not rest.startswith("//"):
-        raise SettingsError(f"cloud {text!r}: {EXPECTED_FORMS}")
+        raise SettingsError(f"cloud {quote(text)}: {EXPECTED_FORMS}")
     hosts = tuple(_parse_host(part, text) for part in rest.removeprefix("//").removesuffix("/").split(","))
     if kind == "grpc" and len(hosts) > 1:
-        raise SettingsError(f"cloud {text!r}: several replicas are for vllm and sglang; grpc takes one")
+        raise SettingsError(f"cloud {quote(text)}: several replicas are for vllm and sglang; grpc takes one")
     if len(set(hosts)) < len(hosts):
-        raise SettingsError(f"cloud {text!r}: a replica is named twice")
+        raise SettingsError(f"cloud {quote(text)}: a replica is named twice")
     return CloudAddress(cast(Kind, kind), hosts=hosts)
 
 
 def _parse_host(text: str, address_text: str) -> tuple[str, int]:
     address = _ADDRESS.fullmatch(text)
     if address is None or not 0 < int(address["port"]) < 65536:
-        raise SettingsError(f"cloud {address_text!r}: {EXPECTED_FORMS}")
+        raise SettingsError(f"cloud {quote(address_text)}: {EXPECTED_FORMS}")
     host = address["v6"] or address["name"]
     try:
         if address["v6"]:
@@ -82,7 +82,7 @@ def _parse_host(text: str, address_text: str) -> tuple[str, int]:
         else:
             ascii_host(host)
     except ValueError as error:
-        raise SettingsError(f"cloud {address_text!r}: {host!r} is not a valid host: {error}") from error
+        raise SettingsError(f"cloud {quote(address_text)}: {quote(host)} is not a valid host: {error}") from error
     return host, int(address["port"])
 
 
@@ -136,7 +136,7 @@ def _connect_remote(
     deadline, patience = as_number(deadline), as_number(patience)
     for name, seconds in (("deadline", deadline), ("patience", patience)):
         if not is_number(seconds) or seconds <= 0:
-            raise SettingsError(f"{name} is a number of seconds above 0, not {seconds!r}")
+            raise SettingsError(f"{name} is a number of seconds above 0, not {quote(seconds)}")
     if token is not None and token_file is not None:
         raise SettingsError("token and token_file are both given: give one of them")
     token = _read_token(token_file) if token_file is not None else token

@@ -151,7 +151,7 @@ class VllmBackend:
                 return top
             if reply.status != 400:
                 raise self.map_error(client.name, reply)
-            limit = re.search(r"greater than max allowed: (\d+)", reply.error)
+            limit = re.search(r"greater than max allowed: (\d{1,9})\b", reply.error)
             if limit is not None and int(limit[1]) >= TOP_CANDIDATES[-1]:
                 return int(limit[1])
         raise CloudRefused(
