@@ -21,7 +21,7 @@ demo: $(BASE)
 	$(BIN)/outrider demo
 
 test: $(STAMP)
-	$(BIN)/pytest -n $(WORKERS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 check: $(STAMP) format-check lint types test
 
