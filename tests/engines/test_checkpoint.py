@@ -176,9 +176,12 @@ def calls_of_from_pretrained() -> list[tuple[str, ast.Call]]:
     found = []
     for folder in ("src", "tests", "benchmarks", "training", "tools"):
         for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text()
+            if "from_pretrained" not in text:
+                continue
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                tree = ast.parse(path.read_text())
+                tree = ast.parse(text)
             for node in ast.walk(tree):
                 if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                     continue

@@ -38,15 +38,6 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _small_heap() -> Iterator[None]:
-    """`run` collects garbage every time; what torch brought need not be searched."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True, scope="module")
 def _virtual_clock() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         virtual_time.install(patch, connection, delay_line, link_state)

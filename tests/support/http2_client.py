@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import zlib
+from functools import cache
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -99,6 +100,7 @@ def message(data: bytes, *, compressed: bool = False) -> bytes:
     return struct.pack(">BI", compressed, len(data)) + data
 
 
+@cache
 def gzip_of_zeros(size: int) -> bytes:
     """So many zero bytes, compressed; never all in memory."""
     packer, part = zlib.compressobj(9, zlib.DEFLATED, 31), bytes(2**20)

@@ -9,11 +9,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from hypothesis import strategies as st
 from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, CloudRefused, SpeculativeDecoder, VocabularyMismatch, connect
 from outrider.cloud.limits import Limits
+from outrider.cloud.stream_handler import StreamHandler
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
@@ -522,18 +522,29 @@ def test_a_verdict_that_answers_nothing_that_was_asked_is_refused(
         assert cloud.verify(session, Verify(1, 5, (), (1, 2))).round == 1, "a new stream, and all is well"
 
 
-class Slow(ScriptedEngine):
-    """Takes its time."""
+class Held(ScriptedEngine):
+    """Waits in a forward until it may go on."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.go = threading.Event()
 
     def forward(self, slot: int, ids: Any, rows: int | None = None) -> Any:
-        time.sleep(1.2)  # scripted: longer than two deadlines, however much
+        assert self.go.wait(SOON)
         return super().forward(slot, ids, rows)
 
 
-def test_a_verdict_that_takes_longer_than_the_deadline_is_computed_once() -> None:
+def test_a_verdict_that_takes_longer_than_the_deadline_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each attempt gives up before it is there; what is repeated is waited for, and then answered from memory."""
-    slow = Slow(TARGET, V)
-    with serving(slow) as served, connect_remote(served, deadline=0.5, patience=SOON) as cloud:
+    held, resume, attempts = Held(TARGET, V), StreamHandler._resume, count(1)
+
+    def resumed(*request: Any) -> Any:
+        if next(attempts) == 2:
+            held.go.set()
+        return resume(*request)
+
+    monkeypatch.setattr(StreamHandler, "_resume", resumed)
+    with serving(held) as served, connect_remote(served, deadline=0.2, patience=SOON) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions())
         assert cloud.verify(session, Verify(1, 5, (), ())).next_token == target_output(1)[0]
-        assert slow.forwards == 1
+        assert held.forwards == 1
