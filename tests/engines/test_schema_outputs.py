@@ -122,6 +122,16 @@ def test_an_exclusive_bound_that_would_be_ignored_is_refused(schema: dict[str, A
         {"properties": {"price": {"exclusiveMinimum": 0}, "share": {"maximum": 0.5}}},
         {"properties": {"price": {"exclusiveMinimum": 0}, "day": {"format": "date"}, "share": {"maximum": 0.5}}},
         {"type": "object", "anyOf": [{"properties": {"a": {"exclusiveMinimum": 0}}}, {"maximum": 0.5}]},
+        {
+            "properties": {
+                "price": {"anyOf": [{"exclusiveMinimum": 0}, {"type": "null"}], "default": None, "title": "Price"},
+                "share": {"maximum": 0.5},
+            }
+        },
+        {
+            "$defs": {"above": {"exclusiveMinimum": 0}},
+            "properties": {"price": {"$ref": "#/$defs/above", "description": "x"}, "share": {"maximum": 0.5}},
+        },
         {"type": "integer", "exclusiveMinimum": 2**53 - 1, "maximum": 2**53},
     ],
 )

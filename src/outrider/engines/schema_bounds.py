@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from outrider.engines.schema_parts import CHOICES, Schema, SchemaParts, list_in, types_of
+from outrider.engines.schema_parts import ANNOTATIONS, CHOICES, Schema, SchemaParts, list_in, types_of
 from outrider.numeric import is_number
 
 _SIDES = (
@@ -29,7 +29,7 @@ def find_ignored_bound(parts: SchemaParts) -> tuple[Schema, str] | None:
 
 def _is_joined(part: Schema) -> bool:
     """Return whether other schemas apply to a part's values together with its own keywords."""
-    others = part.keys() - {"type", "format"}
+    others = part.keys() - {"type", "format"} - ANNOTATIONS
     conjuncts = [each for each in list_in(part, "allOf") if not (isinstance(each, dict) and each.keys() == _FORMAT)]
     return bool(conjuncts) or any(key in others and len(others) > 1 for key in _JOINING)
 
