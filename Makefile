@@ -12,7 +12,7 @@ CLIENTS := .cache/clients
 # More than cores: many tests wait for sockets and processes.
 WORKERS ?= 4
 
-# Images of containers often set it, and then every process of a test compiles the package, and pytest every test, anew.
+# Container images often set it. Each process would then compile the package again, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check format lint types test-kernels test-gguf test-real test-network test-chaos test-chaos-long test-soak mutate fuzz test-vllm test-browser test-clients docs cli-reference pictures dist proto bench clean

@@ -24,8 +24,9 @@ from typing import Any, get_args
 import numpy as np
 
 from benchmarks.live import LiveRuns, realised, threshold
-from outrider.config import GateFile, GenerationSettings, Loss, ModelId
+from outrider.config import GenerationSettings, Loss
 from outrider.decoding.gate import Threshold
+from outrider.decoding.gate_file import GateFile, ModelId
 from outrider.errors import DataError
 from outrider.planning.blocks import Replay, build_blocks, replay, replay_gate
 from outrider.planning.calibrate import apply_loss, calibrate, candidates, min_traces

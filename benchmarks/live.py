@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from outrider import SpeculativeDecoder, load_engine, local
-from outrider.config import GateFile, Loss
+from outrider.config import Loss
 from outrider.decoding.calibrated_gate import Calibrated
 from outrider.decoding.gate import Decision, Signals, Threshold
+from outrider.decoding.gate_file import GateFile
 from outrider.decoding.gate_parsing import gate
 from outrider.evals.manifest import load_set
 from outrider.evals.modes import item_prompt

@@ -2,11 +2,11 @@
 
 A random model of Qwen2.5-0.5B's size is measured as it is, with int8 and int4 weights, and with an fp8 KV cache, in
 float32 and bfloat16. Forwards of 1 token (plain decoding) and of 6 (a verdict on 5 drafts) follow the cached ones, the
-models in turn, on one thread. Printed are medians of processor time. Last comes one JSON line.
+models in turn, on one thread. It prints medians of processor time, then one JSON line.
 
-With --checkpoint, a real model instead: it continues chats greedily in float32, and each quantised model reads these
-outputs. Printed are the share of positions at which its most probable token is the output's, and the mean KL divergence
-of its distribution from the unquantised one, in nats. PROMPTS.jsonl is that of exactness.py.
+With --checkpoint, a real model continues chats greedily in float32, and each quantised model reads these outputs. The
+benchmark prints the share of positions with the same most probable token, and the mean KL divergence from the
+unquantised distribution, in nats. PROMPTS.jsonl has the format that exactness.py reads.
 
     python -m benchmarks.quantization [--size 0.5B] [--cached 200] [--rounds 20]
     python -m benchmarks.quantization --checkpoint DIR PROMPTS.jsonl [--count 12] [--tokens 48]
@@ -30,7 +30,7 @@ from outrider.api import SpeculativeDecoder, local
 from outrider.engines.base import Engine, Prompt
 from outrider.engines.load import load_engine
 from outrider.engines.torch.engine import TorchEngine
-from outrider.engines.torch.quantization import LAYERS, quantize
+from outrider.engines.torch.quantization import QUANTIZED_LAYERS, quantize
 
 COUNTS = (1, 6)
 
@@ -41,7 +41,7 @@ def engines(size: str) -> Iterator[tuple[str, TorchEngine]]:
         model = random_model(size, "cpu").to(getattr(torch, dtype))
         yield dtype, TorchEngine(model)
         yield f"{dtype}, fp8 KV cache", TorchEngine(model, fp8_cache=True)
-        for name in LAYERS:
+        for name in QUANTIZED_LAYERS:
             quantized = random_model(size, "cpu").to(getattr(torch, dtype))
             quantize(quantized, size, name)
             yield f"{dtype}, {name}", TorchEngine(quantized)
@@ -57,7 +57,7 @@ def measure(engine: TorchEngine, slot: int, count: int) -> float:
     return 1000 * elapsed
 
 
-def logits_of(engine: Engine, ids: tuple[int, ...], output: tuple[int, ...]) -> torch.Tensor:
+def logprobs_of(engine: Engine, ids: tuple[int, ...], output: tuple[int, ...]) -> torch.Tensor:
     """Return the log-probabilities [len(output), vocabulary] of the positions of an output."""
     slot = engine.open(Prompt(ids))
     rows = engine.forward(slot, (*ids, *output[:-1]), len(output))
@@ -66,16 +66,16 @@ def logits_of(engine: Engine, ids: tuple[int, ...], output: tuple[int, ...]) -> 
 
 
 def compare(checkpoint: str, file: Path, count: int, tokens: int) -> dict[str, dict[str, float]]:
-    """Return how far the quantised models are from the checkpoint's, by name."""
+    """Return agreement and KL divergence of each quantised model, by its quantisation."""
     plain = load_engine(checkpoint, dtype="float32", device="cpu")
     decoder = SpeculativeDecoder(None, local(plain))
     chats = [decoder.encode([{"role": "user", "content": text}]).ids for text in prompts(file, count)]
     outputs = [tuple(decoder.generate(list(ids), max_new_tokens=tokens).token_ids) for ids in chats]
-    wanted = [logits_of(plain, ids, output) for ids, output in zip(chats, outputs, strict=True)]
+    wanted = [logprobs_of(plain, ids, output) for ids, output in zip(chats, outputs, strict=True)]
     found = {}
-    for name in LAYERS:
+    for name in QUANTIZED_LAYERS:
         engine = load_engine(checkpoint, dtype="float32", device="cpu", quantization=name)
-        rows = [logits_of(engine, ids, output) for ids, output in zip(chats, outputs, strict=True)]
+        rows = [logprobs_of(engine, ids, output) for ids, output in zip(chats, outputs, strict=True)]
         got, reference = torch.cat(rows), torch.cat(wanted)
         same = (got.argmax(-1) == reference.argmax(-1)).float().mean()
         divergence = (reference.exp() * (reference - got)).sum(-1).mean()

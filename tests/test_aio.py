@@ -17,8 +17,8 @@ from outrider.decoding.actions import Verify
 from outrider.engines.torch.engine import TorchEngine
 from outrider.sampling.acceptance import Verdict
 from outrider.verifiers.local import LocalVerifier
-from tests.support.cloud_service import SOON
 from tests.support.fakes import FarVerifier, HashRows, ScriptedEngine
+from tests.support.processes import HANG_S
 from tests.support.tiny_text_models import model, tokens
 
 V = 24
@@ -33,7 +33,7 @@ def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """The result of a coroutine. One that hangs fails."""
 
     async def bounded() -> Any:
-        async with asyncio.timeout(SOON):
+        async with asyncio.timeout(HANG_S):
             return await work()
 
     return asyncio.run(bounded())
@@ -111,12 +111,12 @@ class Gated(ScriptedEngine):
     def forward(self, slot: int, ids: Any, rows: int | None = None) -> Tensor:
         if self.forwards + 1 == self.at:
             self.entered.set()
-            assert self.go.wait(SOON)
+            assert self.go.wait(HANG_S)
         return super().forward(slot, ids, rows)
 
 
 async def reached(event: threading.Event) -> None:
-    assert await asyncio.to_thread(event.wait, SOON)
+    assert await asyncio.to_thread(event.wait, HANG_S)
 
 
 def test_a_task_cancelled_in_a_forward_ends_after_it_and_frees_its_slots() -> None:

@@ -28,8 +28,8 @@ from outrider.edge.cancellation import Cancellation
 from outrider.engines.prefix_cache import MAX_KEPT
 from outrider.engines.shared_engine import share
 from outrider.engines.torch.engine import TorchEngine
-from tests.support.cloud_service import SOON
 from tests.support.fakes import HashRows, ReusableEngine, ScriptedEngine
+from tests.support.processes import HANG_S
 from tests.support.tiny_text_models import engine, model, tokens
 
 SETTINGS: list[dict[str, Any]] = [
@@ -195,13 +195,13 @@ def test_an_interruption_cancels_all_generations(monkeypatch: pytest.MonkeyPatch
         def __call__(self, futures: Any) -> None:
             self.calls += 1
             if self.calls == 1:
-                started.wait(SOON)
+                started.wait(HANG_S)
                 raise KeyboardInterrupt
             wait(futures)
 
     def generate(prompt: Any, cancellation: Cancellation) -> Any:
-        started.wait(SOON)
-        assert cancellation._cancelled.wait(SOON)
+        started.wait(HANG_S)
+        assert cancellation._cancelled.wait(HANG_S)
         ended.append(prompt)
         cancellation.check()
 
@@ -258,5 +258,5 @@ def test_the_threads_of_a_decoder_end_with_it() -> None:
     del decoder
     gc.collect()
     for thread in started:
-        thread.join(SOON)
+        thread.join(HANG_S)
     assert not any(thread.is_alive() for thread in started)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import files
-from outrider.config import read_gate_file
+from outrider.decoding.gate_file import read_gate_file
 from outrider.engines.load import map_load_errors
 from outrider.errors import DataError, InputError, OutriderError, SettingsError
 from outrider.evals.convert import _table

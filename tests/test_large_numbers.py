@@ -1,4 +1,7 @@
-"""Integers of thousands of digits, which Python does not convert to text: typed, short errors on every surface."""
+"""Integers of thousands of digits, which Python does not convert to text.
+
+The errors in Python, on the command line and in the gateway are typed and short.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,8 @@ import pytest
 from starlette.requests import Request
 
 from outrider import SpeculativeDecoder, connect, local, prompt_lookup
-from outrider.cli.app import app
-from outrider.cli.exit_codes import run_guarded
-from outrider.config import _COUNTS, GateFile, GenerationSettings, Grammar
+from outrider.config import _COUNTS, GenerationSettings, Grammar
+from outrider.decoding.gate_file import GateFile
 from outrider.decoding.gate_parsing import gate
 from outrider.decoding.loop_detection import LoopRule
 from outrider.decoding.options import DecodingOptions
@@ -27,6 +29,7 @@ from outrider.netem.conditions import Conditions, parse_conditions
 from outrider.planning.traces import Trace
 from outrider.protocol.messages import pack_settings
 from tests.support.calibration_requests import requests
+from tests.support.commands import run_command
 from tests.support.fakes import HashRows, ScriptedEngine
 
 BIG = 10**5000
@@ -111,7 +114,7 @@ def test_a_loop_rule_and_a_gate_file() -> None:
 def test_a_trace_holds_numbers_that_arithmetic_holds(name: str, value: int) -> None:
     row = requests(1)[0].to_json()
     row[name] = [value, *row[name][1:]] if isinstance(row[name], list) else value
-    with pytest.raises(DataError, match=rf"{name}: expected whole numbers, 0 or more and below 2\^63"):
+    with pytest.raises(DataError, match=rf"{name}: expected whole numbers from 0 to 2\^63"):
         Trace.from_json(row)
 
 
@@ -123,10 +126,6 @@ def test_a_quotation_is_short() -> None:
 
 
 # Command line -----------------------------------------------------------------------------------------------
-
-
-def main(words: list[str]) -> int:
-    return run_guarded(lambda: app(words, exit_on_error=False, print_error=False, result_action="return_value"), words)
 
 
 def written(path: Path, text: str) -> str:
@@ -170,7 +169,7 @@ def test_a_command_exits_with_2(
     words, text = FILES.get(name, (COMMANDS.get(name, []), ""))
     file = written(tmp_path / "file", text.replace("N", digits))
     words = [file if word == "FILE" else word.replace("FILE", file) for word in words]
-    assert main([word if file in word else word.replace("N", digits) for word in words]) == 2
+    assert run_command([word if file in word else word.replace("N", digits) for word in words]) == 2
     said = capsys.readouterr().err
     assert len(said) < LONGEST + 300, said
     assert "unexpected" not in said

@@ -21,7 +21,7 @@ def test_a_server_leaves_and_takes_a_reserved_port_again() -> None:
                 socket.create_connection(("127.0.0.1", port))
 
 
-def test_the_system_gives_a_reserved_port_to_nobody() -> None:
+def test_no_other_socket_gets_a_reserved_port() -> None:
     with ReservedPort() as port, ExitStack() as stack:
         for n in range(SOURCES):
             other = stack.enter_context(socket.socket())

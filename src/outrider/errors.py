@@ -42,10 +42,10 @@ MAX_QUOTED = 100  # characters of a value in a message
 
 
 class _Shortened(reprlib.Repr):
-    """The `repr` of values that hold integers of thousands of digits, which Python does not convert to text."""
+    """A `repr` that abbreviates long integers, because Python converts at most 4,300 digits to text."""
 
     def repr_int(self, x: int, level: int) -> str:
-        """Return the digits of an integer, or their number if there are many."""
+        """Return the digits of an integer, or how many they are, from `MAX_QUOTED` on."""
         size = int(abs(x).bit_length() * math.log10(2))
         return repr(x) if size < MAX_QUOTED else f"<integer of some {size} digits>"
 

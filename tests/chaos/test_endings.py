@@ -16,13 +16,12 @@ from outrider.netem.conditions import Conditions
 from tests.support.chaos_cases import check_counters, comparable
 from tests.support.forked_clouds import Cloud, CloudForker
 from tests.support.locked_engine import LockedEngine
-from tests.support.processes import wait_until
+from tests.support.processes import HANG_S, wait_until
 
 pytestmark = pytest.mark.network
 
 TEXT = "a calm voice"
 SETTINGS: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
-LONG = 300.0  # s; only a hang takes that long
 
 
 @pytest.fixture
@@ -84,7 +83,7 @@ def test_a_verifier_that_is_disconnected_under_a_generation(
     thread.start()
     wait_until(lambda: far.connections)  # it waits for an answer now, which the stall keeps back
     verifier.disconnect()
-    thread.join(LONG)
+    thread.join(HANG_S)
     assert not thread.is_alive(), "it waits for an answer that nobody can bring any more"
     assert isinstance(ends[0], CloudError), repr(ends[0])
     assert "disconnected" in str(ends[0])
@@ -118,7 +117,7 @@ def test_patience_ends_though_the_cloud_asks_for_more(nursery: CloudForker, edge
 def test_edge_only_begins_without_a_cloud_and_takes_it_when_it_comes(
     cloud: Cloud, edge: LockedEngine, target: LockedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_pair, "BRIEF_OUTAGE_S", 10 * LONG)  # the next generation asks for the cloud again
+    monkeypatch.setattr(model_pair, "BRIEF_OUTAGE_S", 10 * HANG_S)  # the next generation asks for the cloud again
     cloud.kill()
     verifier: Any = connect(cloud.address, deadline=0.5, patience=0.5)
     decoder = SpeculativeDecoder(edge, verifier, on_cloud_loss="edge-only")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.calibrate import describe_models
+from outrider.cli.calibrate import load_descriptions
 from outrider.cli.caption import run_caption
 from outrider.cli.edge import Serving, run_edge
 from outrider.cli.generate import run_generate
@@ -59,7 +59,7 @@ def test_gates_with_signals_are_refused_by_the_text_that_was_given() -> None:
 
 def test_commands_that_need_a_draft_model_say_so() -> None:
     with pytest.raises(SettingsError, match="--edge lookup: a calibrated gate needs a draft model"):
-        describe_models(LOOKUP)
+        load_descriptions(LOOKUP)
     with pytest.raises(SettingsError, match="--edge lookup: the gateway needs the edge's tokenizer"):
         run_edge("127.0.0.1:0", Pair(LOOKUP), Serving())
 

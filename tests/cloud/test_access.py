@@ -17,7 +17,6 @@ from tests.support.certificates import Authority
 from tests.support.cloud_server import serving
 from tests.support.cloud_service import (
     PROMPT,
-    SOON,
     HeldEngine,
     error_name,
     metric_total,
@@ -26,6 +25,7 @@ from tests.support.cloud_service import (
     target_output,
     wait_until,
 )
+from tests.support.processes import HANG_S
 from tests.support.raw_stream import CLOSE, RawStream, resuming, verifying
 
 LAB, HOME = "l" * 20, "h" * 20
@@ -69,7 +69,7 @@ def test_calls_without_a_token_are_refused(tokens: Tokens, metadata: list[tuple[
         for name, call in calls.items():
             method = f"/{schema.SERVICE}/{name}"
             with pytest.raises(grpc.RpcError) as caught:
-                list(getattr(channel, call)(method)(b"", timeout=SOON, metadata=metadata))
+                list(getattr(channel, call)(method)(b"", timeout=HANG_S, metadata=metadata))
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert metric_total(served, "outrider_errors_total") == 4
         assert len(served.service.sessions) == 0
@@ -192,7 +192,7 @@ def test_calls_are_limited_in_number() -> None:
         calls = [method(iter(threading.Event().wait, None)) for _ in range(80)]
         wait_until(lambda: served.service.streams >= 18)
         with grpc.insecure_channel(served.address, options=[("grpc.use_local_subchannel_pool", 1)]) as other:
-            other.unary_unary(f"/{schema.SERVICE}/Describe")(b"", timeout=SOON)  # more could have come before it
+            other.unary_unary(f"/{schema.SERVICE}/Describe")(b"", timeout=HANG_S)  # more could have come before it
         most = served.service.streams
         for call in calls:
             call.cancel()

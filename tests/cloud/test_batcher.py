@@ -17,7 +17,6 @@ from outrider.verifiers.local import LocalVerifier
 from outrider.verifiers.session import MAX_AUDITED
 from tests.support import tiny_text_models
 from tests.support.batcher import (
-    SOON,
     Edge,
     RecordingEngine,
     V,
@@ -26,6 +25,7 @@ from tests.support.batcher import (
     submit_together,
     target_tokens,
 )
+from tests.support.processes import HANG_S
 
 tokens = st.lists(st.integers(0, V - 1) | st.none(), max_size=5)
 moves = st.one_of(st.none(), st.just("again"), st.tuples(st.just([]) | tokens, tokens))
@@ -55,7 +55,7 @@ def test_verdicts_are_those_that_each_session_would_get_alone(
                 asked.append((edge, request))
             answers = submit_together(batcher, *((edge.entry, request) for edge, request in asked))
             for (edge, _), answer in zip(asked, answers, strict=True):
-                edge.check(answer.result(SOON))
+                edge.check(answer.result(HANG_S))
 
 
 def test_a_real_model_gives_the_verdicts_of_a_local_verifier() -> None:
@@ -85,7 +85,7 @@ def test_a_real_model_gives_the_verdicts_of_a_local_verifier() -> None:
                 asked.append(Verify(round_, len(each.session.ids), (), tuple(drafts)))
             answers = submit_together(batcher, *zip(entries, asked, strict=True))
             for session, request, answer in zip(sessions, asked, answers, strict=True):
-                verdict = answer.result(SOON)
+                verdict = answer.result(HANG_S)
                 accepted += verdict.accepted
                 assert verdict == alone.verify(session, request)
         assert accepted > 5
@@ -96,7 +96,7 @@ def test_blocks_of_different_lengths_are_one_forward() -> None:
     with running_batcher(engine, 5) as batcher:
         entries = [session_entry(engine, [n, 1, 2]) for n in range(5)]
         for each in submit_together(batcher, *((r, Verify(1, 3, (), (1,) * k)) for k, r in enumerate(entries))):
-            each.result(SOON)
+            each.result(HANG_S)
     assert [[(len(feed.ids), feed.logits_to_keep) for feed in batch] for batch in engine.batches] == [
         [(3 + k, k + 1) for k in range(5)]
     ]
@@ -106,7 +106,7 @@ def test_no_forward_has_more_sessions_than_the_batch_may() -> None:
     engine = RecordingEngine()
     with running_batcher(engine, 5, max_batch=2) as batcher:
         answers = submit_together(batcher, *((session_entry(engine, [n]), Verify(1, 1, (), ())) for n in range(5)))
-        assert all(answer.result(SOON) for answer in answers)
+        assert all(answer.result(HANG_S) for answer in answers)
     assert [len(batch) for batch in engine.batches] == [2, 2, 1]
 
 
@@ -115,6 +115,6 @@ def test_skipped_tokens_beyond_what_is_audited_cost_no_rows() -> None:
     with running_batcher(engine) as batcher:
         ids = target_tokens([1], 300)
         (answer,) = submit_together(batcher, (session_entry(engine, [1]), Verify(1, 301, tuple(ids), ())))
-        verdict = answer.result(SOON)
+        verdict = answer.result(HANG_S)
     assert verdict == Verdict(1, 0, target_tokens([1, *ids], 1)[0], (), MAX_AUDITED, 0)
     assert max(feed.logits_to_keep for batch in engine.batches for feed in batch) == MAX_AUDITED + 1

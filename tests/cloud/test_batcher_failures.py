@@ -18,7 +18,6 @@ from outrider.errors import DecodingError, StateError
 from outrider.protocol.messages import ErrorCode, FrameError
 from outrider.sampling.acceptance import Verdict
 from tests.support.batcher import (
-    SOON,
     TARGET,
     Edge,
     EngineHold,
@@ -31,6 +30,7 @@ from tests.support.batcher import (
     target_tokens,
 )
 from tests.support.cloud_service import wrong_token
+from tests.support.processes import HANG_S
 
 # Failures -------------------------------------------------------------------------------------------------------
 
@@ -53,13 +53,13 @@ def test_a_failing_session_fails_no_other_in_its_batch() -> None:
             (good, Verify(1, 2, (), (wrong_token(target_tokens([3, 3], 1)[0]),))),
         )
         with pytest.raises(DecodingError):
-            answers[0].result(SOON)
+            answers[0].result(HANG_S)
         with pytest.raises(StateError, match="base length is 3, but this session has 2 tokens"):
-            answers[1].result(SOON)
+            answers[1].result(HANG_S)
         with pytest.raises(Exception, match="residual acceptance needs"):
-            answers[2].result(SOON)
-        assert answers[3].result(SOON) == Verdict(1, 0, target_tokens([3, 3], 1)[0])
-        assert batcher.submit(base, Verify(1, 2, (), ())).result(SOON).next_token == target_tokens([2, 2], 1)[0]
+            answers[2].result(HANG_S)
+        assert answers[3].result(HANG_S) == Verdict(1, 0, target_tokens([3, 3], 1)[0])
+        assert batcher.submit(base, Verify(1, 2, (), ())).result(HANG_S).next_token == target_tokens([2, 2], 1)[0]
         assert not batcher._scheduler.requests
 
 
@@ -67,10 +67,10 @@ def test_a_request_out_of_place_costs_no_slot_and_disturbs_no_cache() -> None:
     engine = RecordingEngine()
     with running_batcher(engine, 1) as batcher:
         one, other = session_entry(engine, [1]), session_entry(engine, [2])
-        batcher.submit(one, Verify(1, 1, (), ())).result(SOON)
+        batcher.submit(one, Verify(1, 1, (), ())).result(HANG_S)
         with pytest.raises(StateError):
-            batcher.submit(other, Verify(1, 7, (), ())).result(SOON)
-        batcher.submit(one, Verify(2, 2, (), ())).result(SOON)
+            batcher.submit(other, Verify(1, 7, (), ())).result(HANG_S)
+        batcher.submit(one, Verify(2, 2, (), ())).result(HANG_S)
     assert engine.refed == 0
     assert len(engine.opened) == 1
 
@@ -94,10 +94,10 @@ def test_sessions_recover_from_a_failed_forward_by_being_rebuilt(when: str, capl
                 if engine.before is fail:
                     for answer in answers:
                         with pytest.raises(RuntimeError, match="out of memory"):
-                            answer.result(SOON)
+                            answer.result(HANG_S)
                     continue
                 for edge, answer in zip(edges, answers, strict=True):
-                    edge.check(answer.result(SOON))
+                    edge.check(answer.result(HANG_S))
         assert "outrider_sessions_rebuilt_total 3.0" in batcher._metrics.text()
     assert [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.ERROR] == ["the engine failed"]
 
@@ -110,9 +110,9 @@ def test_a_failure_of_the_batcher_itself_leaves_the_thread_alive(
         one = session_entry(engine, [1])
         monkeypatch.setattr("outrider.engines.scheduler.group_by_width", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            batcher.submit(one, Verify(1, 1, (), ())).result(SOON)
+            batcher.submit(one, Verify(1, 1, (), ())).result(HANG_S)
         monkeypatch.undo()
-        assert batcher.submit(one, Verify(1, 1, (), ())).result(SOON).next_token == target_tokens([1], 1)[0]
+        assert batcher.submit(one, Verify(1, 1, (), ())).result(HANG_S).next_token == target_tokens([1], 1)[0]
     assert "the engine failed" in caplog.text
 
 
@@ -124,9 +124,9 @@ def test_a_session_that_leaves_gives_its_slot_back() -> None:
     with running_batcher(engine, 2) as batcher:
         one, other = session_entry(engine, [1]), session_entry(engine, [2])
         for each in submit_together(batcher, (one, Verify(1, 1, (), ())), (other, Verify(1, 1, (), ()))):
-            each.result(SOON)
+            each.result(HANG_S)
         batcher.release(one)
-        batcher.submit(other, Verify(2, 2, (), ())).result(SOON)
+        batcher.submit(other, Verify(2, 2, (), ())).result(HANG_S)
         assert len(engine.open_slots) == len(batcher.slot_pool) == 1
 
 
@@ -140,10 +140,10 @@ def test_a_session_that_leaves_while_it_is_read_is_refused_and_forgotten() -> No
         batcher.release(closed)
         held.release()
         with pytest.raises(FrameError) as caught:
-            lost.result(SOON)
+            lost.result(HANG_S)
         assert caught.value.code == ErrorCode.UNKNOWN_SESSION
-        assert good.result(SOON)
-        batcher.submit(other, Verify(2, 2, (), ())).result(SOON)
+        assert good.result(HANG_S)
+        batcher.submit(other, Verify(2, 2, (), ())).result(HANG_S)
         assert len(engine.open_slots) == 1
         assert not batcher.slot_pool._evicted_ids
 
@@ -157,7 +157,7 @@ def test_what_is_cancelled_before_it_was_looked_at_is_never_read() -> None:
         second = batcher.submit(session_entry(engine, [2]), Verify(1, 1, (), ()))
         assert second.cancel()
         held.release()
-        assert first.result(SOON)
+        assert first.result(HANG_S)
     assert engine.forwards == 1
 
 
@@ -175,11 +175,11 @@ def test_stopping_leaves_no_future_hanging(slots: int) -> None:
         stopping = threading.Thread(target=batcher.stop)
         stopping.start()
         held.release()
-        stopping.join(SOON)
+        stopping.join(HANG_S)
         answers.append(batcher.submit(entries[0], Verify(1, 500, (), ())))
         for answer in answers:
             with pytest.raises(FrameError) as caught:
-                answer.result(SOON)
+                answer.result(HANG_S)
             assert caught.value.code == ErrorCode.DRAINING
         batcher.stop()
 
@@ -189,7 +189,7 @@ def test_a_batcher_that_never_started_can_be_stopped() -> None:
     answer = batcher.submit(session_entry(batcher._engine, [1]), Verify(1, 1, (), ()))
     batcher.stop()
     with pytest.raises(FrameError):
-        answer.result(SOON)
+        answer.result(HANG_S)
 
 
 def test_the_least_recently_used_gives_way() -> None:
@@ -197,10 +197,10 @@ def test_the_least_recently_used_gives_way() -> None:
     with running_batcher(engine, 2) as batcher:
         entries = [session_entry(engine, [n]) for n in range(3)]
         for n, (which, round_) in enumerate([(0, 1), (1, 1), (0, 2), (2, 1), (0, 3)]):
-            batcher.submit(entries[which], Verify(round_, round_, (), ())).result(SOON)
+            batcher.submit(entries[which], Verify(round_, round_, (), ())).result(HANG_S)
             entries[which].last_used = float(n + 1)
         assert len(engine.opened) == 3  # 2 took the slot of 1, and 0 kept its own
-        batcher.submit(entries[1], Verify(2, 2, (), ())).result(SOON)
+        batcher.submit(entries[1], Verify(2, 2, (), ())).result(HANG_S)
         assert len(engine.opened) == 4
         text = batcher._metrics.text()
     assert "outrider_evictions_total 2.0" in text
@@ -216,5 +216,5 @@ def test_waiting_jobs_are_planned_once() -> None:
         plan = batcher._plan
         batcher._plan = lambda job: (asked.append(job), plan(job))[1]  # type: ignore[func-returns-value, method-assign]
         for answer in submit_together(batcher, *((each, Verify(1, 1, (), ())) for each in entries)):
-            answer.result(SOON)
+            answer.result(HANG_S)
     assert len(asked) == 50

@@ -17,7 +17,8 @@ from outrider.engines.fair_share import FairShare, limit_to_share, round_robin
 from outrider.protocol import schema
 from outrider.protocol.messages import ErrorCode, FrameError, unpack_ids
 from outrider.sampling.acceptance import Verdict
-from tests.support.batcher import SOON, RecordingEngine, long_prompt, running_batcher, session_entry, submit_together
+from tests.support.batcher import RecordingEngine, long_prompt, running_batcher, session_entry, submit_together
+from tests.support.processes import HANG_S
 
 jobs = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 96)), max_size=40)
 
@@ -105,7 +106,7 @@ def test_a_newcomer_does_not_wait_behind_hundreds_of_requests() -> None:
         for n, answer in enumerate(answers):
             answer.add_done_callback(lambda _, n=n: done.append(n))  # type: ignore[misc]
         for answer in answers:
-            answer.result(SOON)
+            answer.result(HANG_S)
     assert done.index(60) <= 1
 
 
@@ -116,13 +117,13 @@ def test_a_newcomer_gets_a_slot_though_one_identity_fills_them_with_long_prefill
         engine.before = lambda feeds: started.done() or started.set_result(None)
         greedy = [(of("greedy", engine, [n, *long_prompt(3000)]), Verify(1, 3001, (), ())) for n in range(3)]
         answers = submit_together(batcher, *greedy)
-        started.result(SOON)
+        started.result(HANG_S)
         modest = of("modest", engine, [9])
         answers.append(batcher.submit(modest, Verify(1, 1, (), ())))
         for n, answer in enumerate(answers):
             answer.add_done_callback(lambda _, n=n: done.append(n))  # type: ignore[misc]
         for answer in answers:
-            answer.result(SOON)
+            answer.result(HANG_S)
     assert done[0] == 3
     assert sorted(done) == [0, 1, 2, 3], "who gave way is answered, too"
 
@@ -131,9 +132,9 @@ def test_the_identity_with_the_most_slots_gives_way() -> None:
     engine = RecordingEngine()
     with running_batcher(engine, 4) as batcher:
         mine = of("modest", engine, [9])
-        batcher.submit(mine, Verify(1, 1, (), ())).result(SOON)
+        batcher.submit(mine, Verify(1, 1, (), ())).result(HANG_S)
         for n in range(20):
-            batcher.submit(of("greedy", engine, [n]), Verify(1, 1, (), ())).result(SOON)
+            batcher.submit(of("greedy", engine, [n]), Verify(1, 1, (), ())).result(HANG_S)
         assert mine in batcher.slot_pool
 
 
@@ -146,7 +147,7 @@ def test_everyone_is_answered_whatever_is_heavy() -> None:
             prompt = [n, *long_prompt((n * 37) % 700)]
             answers.append(batcher.submit(of("abc"[n % 3], engine, prompt), Verify(1, len(prompt), (), ())))
         for answer in answers:
-            answer.result(SOON)
+            answer.result(HANG_S)
 
 
 # On the event loop ----------------------------------------------------------------------------------------------

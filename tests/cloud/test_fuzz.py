@@ -16,12 +16,12 @@ import pytest
 
 from tests.support.cloud_server import serving
 from tests.support.frame_fuzzer import V, frames
+from tests.support.processes import HANG_S
 from tests.support.raw_stream import CLOSE, RawStream, opening
 from tests.support.service_fuzzer import (
     LIMITS,
     MAX_LENGTH,
     NAMES,
-    PATIENCE,
     SEED,
     SLOTS,
     SOCKET,
@@ -82,7 +82,7 @@ def test_frames_of_all_kinds_over_a_socket() -> None:
                     number += 1
             finally:
                 over.append(True)
-            standing.result(PATIENCE)
+            standing.result(HANG_S)
         assert bystander.verdicts > 20
 
         async def drop() -> int:

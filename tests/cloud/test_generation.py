@@ -21,7 +21,6 @@ from outrider.sampling.acceptance import Verdict
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
 from tests.support.batcher import (
-    SOON,
     TARGET,
     AsyncEngine,
     EngineHold,
@@ -33,6 +32,7 @@ from tests.support.batcher import (
     target_tokens,
 )
 from tests.support.fakes import ScriptedEngine
+from tests.support.processes import HANG_S
 
 ENGINES = {"cpu": RecordingEngine, "gpu": AsyncEngine}
 OPTIONS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.3}]
@@ -106,7 +106,7 @@ def test_outputs_are_those_of_a_verifier_that_serves_one_session(kind: str, sess
             for grant in (*grants, 12):
                 batcher.grant(job, grant)
         for job, _ in jobs:
-            assert job.future.result(SOON) is None
+            assert job.future.result(HANG_S) is None
         for listener, (_, _, limit, ends, _, cancel_after) in zip(listeners, sessions, strict=True):
             expected = listener.expected(limit, sorted(ends))
             if cancel_after is not None:
@@ -118,7 +118,7 @@ def test_outputs_are_those_of_a_verifier_that_serves_one_session(kind: str, sess
             ids = listener.entry.session.ids
             verdict = batcher.submit(listener.entry, Verify(listener.entry.session.rounds + 1, len(ids), (), ()))
             alone = listener.expected(len(ids) - len(listener.prompt) + 1)
-            assert verdict.result(SOON).next_token == alone[-1].next_token
+            assert verdict.result(HANG_S).next_token == alone[-1].next_token
 
 
 def test_the_next_forward_is_launched_before_the_last_is_read() -> None:
@@ -127,7 +127,7 @@ def test_the_next_forward_is_launched_before_the_last_is_read() -> None:
         listener = Listener(engine, [1, 2, 3])
         job = listener.start(batcher, 20)
         batcher.grant(job, 20)
-        job.future.result(SOON)
+        job.future.result(HANG_S)
     assert engine.deepest == 2
     assert engine.forwards == 20
     assert listener.tokens == target_tokens([1, 2, 3], 20)
@@ -141,10 +141,10 @@ def test_an_end_costs_one_forward_that_is_rolled_back() -> None:
         listener = Listener(engine, [1, 2, 3])
         job = listener.start(batcher, 20, [end])
         batcher.grant(job, 20)
-        job.future.result(SOON)
+        job.future.result(HANG_S)
         assert listener.tokens == output[: output.index(end) + 1]
         (slot,) = engine.open_slots
-        batcher.submit(listener.entry, Verify(99, 3 + len(listener.tokens), (), ())).result(SOON)
+        batcher.submit(listener.entry, Verify(99, 3 + len(listener.tokens), (), ())).result(HANG_S)
         assert engine.kv_len(slot) == 3 + len(listener.tokens)
     assert engine.forwards == len(listener.tokens) + 2
 
@@ -157,11 +157,11 @@ def test_a_generation_that_waits_for_its_client_keeps_no_slot_from_others(kind: 
         job = slow.start(batcher, 10)
         batcher.grant(job, 3)
         for n in range(4):  # a parked generation is no running request
-            batcher.submit(other, Verify(n + 1, 1 + n, (), ())).result(SOON)
+            batcher.submit(other, Verify(n + 1, 1 + n, (), ())).result(HANG_S)
         assert not job.future.done()
         assert len(slow.verdicts) <= 3
         batcher.grant(job, 7)
-        job.future.result(SOON)
+        job.future.result(HANG_S)
         assert slow.tokens == target_tokens([1], 10)
 
 
@@ -175,7 +175,7 @@ def test_sessions_that_generate_take_turns_if_there_are_too_few_slots(kind: str)
             for job in jobs:
                 batcher.grant(job, 6)
         for job in jobs:
-            job.future.result(SOON)
+            job.future.result(HANG_S)
     assert (first.tokens, second.tokens) == (target_tokens([1], 6), target_tokens([2], 6))
     assert len(engine.opened) == 12, "one token each, in turn"
 
@@ -190,8 +190,8 @@ def test_blocks_and_generated_tokens_share_a_forward() -> None:
         held.wait()
         (answer,) = submit_together(batcher, (other, Verify(1, 1, (), (3, 4))))
         held.release()
-        answer.result(SOON)
-        job.future.result(SOON)
+        answer.result(HANG_S)
+        job.future.result(HANG_S)
     assert [len(each.ids) for batch in engine.batches if len(batch) == 2 for each in batch] in ([1, 3], [3, 1])
 
 
@@ -204,11 +204,11 @@ def test_a_generation_of_a_session_that_ends_is_refused(kind: str) -> None:
         batcher.grant(job, 2)
         batcher.release(listener.entry)
         with pytest.raises(FrameError) as caught:
-            job.future.result(SOON)
+            job.future.result(HANG_S)
         assert caught.value.code == ErrorCode.UNKNOWN_SESSION
         assert not batcher._parked
         other = session_entry(engine, [2])
-        batcher.submit(other, Verify(1, 1, (), ())).result(SOON)
+        batcher.submit(other, Verify(1, 1, (), ())).result(HANG_S)
         assert len(engine.open_slots) == 1
 
 
@@ -221,8 +221,8 @@ def test_a_wrong_base_fails_the_generation_alone() -> None:
         for each in (job, wrong):
             batcher.grant(each, 3)
         with pytest.raises(OutOfSync):
-            wrong.future.result(SOON)
-        job.future.result(SOON)
+            wrong.future.result(HANG_S)
+        job.future.result(HANG_S)
         assert good.tokens == target_tokens([1], 3)
 
 
@@ -240,11 +240,11 @@ def test_stopping_refuses_generations_that_run_and_that_wait(kind: str) -> None:
         while batcher._running:
             stopping.join(0.001)
         held.release()
-        stopping.join(SOON)
+        stopping.join(HANG_S)
         jobs.append(Listener(engine, [9]).start(batcher, 1))
         for job in jobs:
             with pytest.raises(FrameError) as caught:
-                job.future.result(SOON)
+                job.future.result(HANG_S)
             assert caught.value.code == ErrorCode.DRAINING
 
 
@@ -253,10 +253,10 @@ def test_a_repeated_first_request_is_answered_from_memory() -> None:
     with running_batcher(engine) as batcher:
         listener = Listener(engine, [1])
         first = Verify(1, 1, (), ())
-        batcher.submit(listener.entry, first).result(SOON)
+        batcher.submit(listener.entry, first).result(HANG_S)
         job = batcher.generate(listener.entry, first, 4, (), listener.verdicts.append)
         batcher.grant(job, 4)
-        job.future.result(SOON)
+        job.future.result(HANG_S)
     assert listener.tokens == target_tokens([1], 4)
     assert engine.forwards == 4
 
@@ -275,8 +275,8 @@ def test_a_failed_forward_ends_the_generation_and_its_session_recovers(caplog: p
         job = listener.start(batcher, 9)
         batcher.grant(job, 9)
         with pytest.raises(RuntimeError, match="out of memory"):
-            job.future.result(SOON)
+            job.future.result(HANG_S)
         before = list(listener.entry.session.ids)
         again = batcher.submit(listener.entry, Verify(listener.entry.session.rounds + 1, len(before), (), ()))
-        assert again.result(SOON).next_token == target_tokens(before, 1)[0]
+        assert again.result(HANG_S).next_token == target_tokens(before, 1)[0]
     assert "the engine failed" in caplog.text

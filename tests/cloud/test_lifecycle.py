@@ -22,18 +22,10 @@ from outrider.cloud.server import Server, ServerConfig, check_bindable, run
 from outrider.errors import SettingsError
 from outrider.protocol import schema
 from tests.support.cloud_server import serving
-from tests.support.cloud_service import (
-    PROMPT,
-    SOON,
-    HeldEngine,
-    error_name,
-    open_request,
-    reached,
-    target_output,
-    wait_until,
-)
+from tests.support.cloud_service import PROMPT, HeldEngine, error_name, open_request, reached, target_output, wait_until
 from tests.support.http2_client import PlainHttp2
 from tests.support.ports import ReservedPort
+from tests.support.processes import HANG_S
 from tests.support.raw_stream import CLOSE, RawStream, opening, resuming, verifying
 
 pytestmark = pytest.mark.network
@@ -41,7 +33,7 @@ pytestmark = pytest.mark.network
 
 def health(channel: grpc.Channel, service: str = "") -> int:
     return (
-        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=SOON).status
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=HANG_S).status
     )
 
 
@@ -63,7 +55,7 @@ def test_draining_refuses_new_sessions_and_finishes_running_rounds() -> None:
             assert not drained.done()
             one.send(CLOSE)
             one.finish()
-            drained.result(SOON)
+            drained.result(HANG_S)
         assert not served.service.engine.open_slots  # type: ignore[attr-defined]
 
 
@@ -97,12 +89,12 @@ def test_stopping_while_a_verdict_is_being_computed(caplog: pytest.LogCaptureFix
         stream.opened(open_request())
         engine.hold()
         stream.send(verifying(1, 5))
-        assert engine.entered.wait(SOON)
+        assert engine.entered.wait(HANG_S)
         stopping = served.submit(served.server.stop())
         with pytest.raises(grpc.RpcError):
             stream.receive()
         engine.go.set()
-        stopping.result(SOON)
+        stopping.result(HANG_S)
         assert not engine.open_slots
     assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
 
@@ -162,7 +154,7 @@ def test_a_signal_drains_and_a_second_one_ends_it_at_once(signals: int) -> None:
 
     asyncio.run(run(engine, ServerConfig("127.0.0.1", 0, budget=2000, max_length=256, grace=grace), listening))
     with pytest.raises(grpc.RpcError):
-        outcome.result(SOON)
+        outcome.result(HANG_S)
     assert not engine.open_slots
 
 
@@ -174,7 +166,7 @@ def test_the_command_serves_drains_on_sigterm_and_ends_with_0() -> None:
     try:
         address = json.loads(process.stdout.readline())["listening"]
         with grpc.insecure_channel(address) as channel:
-            data = channel.unary_unary(f"/{schema.SERVICE}/Describe")(b"", timeout=SOON)
+            data = channel.unary_unary(f"/{schema.SERVICE}/Describe")(b"", timeout=HANG_S)
             described = schema.DescribeAnswer.FromString(data)
 
             def fits(frame: schema.Open) -> None:

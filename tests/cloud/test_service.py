@@ -19,7 +19,6 @@ from tests.support.cloud_server import Served, serving
 from tests.support.cloud_service import (
     EOS,
     PROMPT,
-    SOON,
     TARGET,
     HeldEngine,
     V,
@@ -30,6 +29,7 @@ from tests.support.cloud_service import (
     wrong_token,
 )
 from tests.support.fakes import reference_output
+from tests.support.processes import HANG_S
 from tests.support.raw_stream import CLOSE, RawStream, generating, resuming, verifying
 from tests.support.tokenized_models import model_of
 
@@ -37,7 +37,7 @@ from tests.support.tokenized_models import model_of
 
 
 def test_the_description_names_model_and_limits(shared: Served, channel: grpc.Channel) -> None:
-    data = channel.unary_unary(f"/{schema.SERVICE}/Describe")(b"", timeout=SOON)
+    data = channel.unary_unary(f"/{schema.SERVICE}/Describe")(b"", timeout=HANG_S)
     answer = schema.DescribeAnswer.FromString(data)
     assert answer == schema.DescribeAnswer(
         protocol=schema.VERSION,
@@ -56,14 +56,14 @@ def test_the_vocabulary_in_parts() -> None:
     engine = HeldEngine()
     engine.vocabulary = [f"词{n}" for n in range(9000)]  # type: ignore[attr-defined]
     with serving(engine) as served, grpc.insecure_channel(served.address) as channel:
-        parts = list(channel.unary_stream(f"/{schema.SERVICE}/Vocabulary")(b"", timeout=SOON))
+        parts = list(channel.unary_stream(f"/{schema.SERVICE}/Vocabulary")(b"", timeout=HANG_S))
         tokens = [token for part in parts for token in schema.VocabularyPart.FromString(part).tokens]
         assert len(parts) == 3
         assert tokens == engine.vocabulary  # type: ignore[attr-defined]
 
 
 def read_tokenizer(channel: grpc.Channel) -> list[bytes]:
-    parts = channel.unary_stream(f"/{schema.SERVICE}/Tokenizer")(b"", timeout=SOON)
+    parts = channel.unary_stream(f"/{schema.SERVICE}/Tokenizer")(b"", timeout=HANG_S)
     return [schema.TokenizerPart.FromString(part).data for part in parts]
 
 
@@ -72,7 +72,9 @@ def test_the_tokenizer_in_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     engine = model_of("llama", "the", " dog")
     with serving(engine) as served, grpc.insecure_channel(served.address) as channel:
         parts = read_tokenizer(channel)
-        answer = schema.DescribeAnswer.FromString(channel.unary_unary(f"/{schema.SERVICE}/Describe")(b"", timeout=SOON))
+        answer = schema.DescribeAnswer.FromString(
+            channel.unary_unary(f"/{schema.SERVICE}/Describe")(b"", timeout=HANG_S)
+        )
     assert len(parts) > 2
     assert max(map(len, parts)) == 1000
     assert hashlib.sha256(b"".join(parts)).digest() == answer.tokenizer
@@ -87,7 +89,7 @@ def test_a_model_without_a_tokenizer_sends_none(channel: grpc.Channel) -> None:
 def test_health_check_serves(channel: grpc.Channel) -> None:
     for name in ("", schema.SERVICE):
         asked = health_pb2.HealthCheckRequest(service=name)
-        answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=SOON)
+        answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=HANG_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 

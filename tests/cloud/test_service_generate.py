@@ -13,7 +13,8 @@ from outrider.cloud.sessions import SessionEntry
 from outrider.cloud.stream_handler import READ_AHEAD, StreamHandler
 from outrider.protocol import schema
 from tests.support.cloud_server import serving
-from tests.support.cloud_service import EOS, SOON, HeldEngine, error_name, open_request, target_output, wait_until
+from tests.support.cloud_service import EOS, HeldEngine, error_name, open_request, target_output, wait_until
+from tests.support.processes import HANG_S
 from tests.support.raw_stream import RawStream, generating, verifying
 
 
@@ -136,7 +137,7 @@ def test_generation_ends_with_the_stream_and_the_slot_is_free_for_others() -> No
             for _ in range(3):
                 stream.receive()
             engine.hold()
-            assert engine.entered.wait(SOON)
+            assert engine.entered.wait(HANG_S)
         wait_until(lambda: served.service.streams == 0)
         forwards = engine.forwards
         engine.go.set()

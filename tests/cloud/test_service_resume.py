@@ -8,7 +8,8 @@ import grpc
 import pytest
 
 from tests.support.cloud_server import Served
-from tests.support.cloud_service import PROMPT, SOON, error_name, open_request, target_output, wait_until, wrong_token
+from tests.support.cloud_service import PROMPT, error_name, open_request, target_output, wait_until, wrong_token
+from tests.support.processes import HANG_S
 from tests.support.raw_stream import CLOSE, RawStream, generating, resuming, verifying
 
 
@@ -44,7 +45,7 @@ def test_a_resume_waits_for_the_verdict_that_is_being_computed(shared: Served, c
         id_ = one.opened(open_request())
         engine.hold()
         one.send(verifying(1, 5, a[:3]))
-        assert engine.entered.wait(SOON)
+        assert engine.entered.wait(HANG_S)
         one.cancel()
         other.send(resuming(id_, PROMPT), verifying(1, 5, a[:3]))
         (entry,) = list(shared.service.sessions)
@@ -67,7 +68,7 @@ def test_of_two_streams_that_resume_at_once_the_last_has_it(shared: Served, chan
         (entry,) = list(shared.service.sessions)
         engine.hold()
         one.send(verifying(2, 7, a[2:4]))
-        assert engine.entered.wait(SOON)
+        assert engine.entered.wait(HANG_S)
         before = entry.stream
         two.send(resuming(id_, PROMPT))
         wait_until(lambda: entry.stream is not before)

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from outrider import SpeculativeDecoder, local
-from outrider.config import GateFile, GenerationSettings, ModelId, SignalFit, _digest, read_gate_file
+from outrider.config import GenerationSettings
 from outrider.decoding.actions import Done, Draft, Plan, Proposal, Verify
 from outrider.decoding.calibrated_gate import Calibrated
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.draft_length import FixedDraftLength
 from outrider.decoding.gate import Decision, Signals, Threshold
+from outrider.decoding.gate_file import GateFile, ModelId, SignalFit, _digest, read_gate_file
 from outrider.decoding.gate_parsing import gate
 from outrider.decoding.sequence import Source
 from outrider.decoding.stopping import StopRules

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.config import GateFile, GenerationSettings, Loss
+from outrider.config import GenerationSettings, Loss
+from outrider.decoding.gate_file import GateFile
 from outrider.decoding.risk_estimate import (
     MIN_RESULTS,
     AuditTrail,

@@ -19,7 +19,7 @@ from outrider import Audio, ModelError, SettingsError, SpeculativeDecoder, conne
 from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.torch.fused_model import unsupported_reason
 from outrider.engines.torch.quantization import (
-    LAYERS,
+    QUANTIZED_LAYERS,
     Int4Linear,
     QuantizedLinear,
     find_quantization,
@@ -79,7 +79,11 @@ def rounded(family: str, kind: str) -> Any:
 def layers_of(family: str, kind: str) -> list[tuple[QuantizedLinear, torch.Tensor]]:
     """Return the quantised layers of a model, each with the weights that it had."""
     before, layers = tiny_model(family), quantized(family, kind).named_modules()
-    return [(layer, before.get_submodule(name).weight) for name, layer in layers if isinstance(layer, LAYERS[kind])]
+    return [
+        (layer, before.get_submodule(name).weight)
+        for name, layer in layers
+        if isinstance(layer, QUANTIZED_LAYERS[kind])
+    ]
 
 
 # The model ----------------------------------------------------------------------------------------------------------
@@ -111,7 +115,7 @@ def test_each_linear_weight_is_rounded_to_one_of_16_steps_of_its_group(family: s
             assert all(row.unique().numel() <= 16 for row in got)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", QUANTIZED_LAYERS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_embedding_output_layer_and_audio_encoder_are_kept(family: str, kind: str) -> None:
     model = quantized(family, kind)
@@ -122,20 +126,20 @@ def test_embedding_output_layer_and_audio_encoder_are_kept(family: str, kind: st
     assert all(find_quantization(tower) is None for tower in towers)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", QUANTIZED_LAYERS)
 def test_a_row_of_zeros_stays_zero_and_a_bias_is_kept(kind: str) -> None:
     linear = nn.Linear(4, 3)
     linear.weight.data[1] = 0
-    out = LAYERS[kind](linear)(torch.ones(2, 4))
+    out = QUANTIZED_LAYERS[kind](linear)(torch.ones(2, 4))
     torch.testing.assert_close(out[:, 1], linear.bias[1].expand(2))
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", QUANTIZED_LAYERS)
 @pytest.mark.parametrize("weight", [float("nan"), float("inf")])
-def test_a_weight_that_is_no_number_is_not_hidden(kind: str, weight: float) -> None:
+def test_a_weight_that_is_not_finite_makes_its_output_nan(kind: str, weight: float) -> None:
     linear = nn.Linear(40, 2)
     linear.weight.data[0, 35] = weight
-    assert LAYERS[kind](linear)(torch.ones(1, 40)).isnan().tolist() == [[True, False]]
+    assert QUANTIZED_LAYERS[kind](linear)(torch.ones(1, 40)).isnan().tolist() == [[True, False]]
 
 
 @pytest.mark.parametrize("steps", [-8.0, 8.0])
@@ -148,13 +152,13 @@ def test_int4_has_a_value_for_each_of_16_steps(steps: float) -> None:
     assert torch.equal(Int4Linear(linear).dequantize(torch.float32), row[None])
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", QUANTIZED_LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_sums_overflow_only_where_those_of_the_dense_layer_do(dtype: torch.dtype, kind: str) -> None:
     linear = nn.Linear(512, 2, bias=False, dtype=dtype)
     linear.weight.data = torch.full_like(linear.weight, 0.01)
     x = torch.full((1, 512), 1000.0, dtype=dtype)  # times 127 steps it exceeds float16's 65504
-    torch.testing.assert_close(LAYERS[kind](linear)(x), linear(x), rtol=0.02, atol=0)
+    torch.testing.assert_close(QUANTIZED_LAYERS[kind](linear)(x), linear(x), rtol=0.02, atol=0)
 
 
 # Output -------------------------------------------------------------------------------------------------------------
@@ -183,14 +187,14 @@ def test_output_about_a_recording_is_the_quantized_target_s_own(family: str) -> 
     assert out.token_ids == reference_audio(quantized(family), ids, family, waveform)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", QUANTIZED_LAYERS)
 def test_some_output_differs_from_the_unquantized_target_s(kind: str) -> None:
     """Otherwise the tests above would pass without quantisation."""
     pairs = [(quantized(family, kind), tiny_model(family), prompt) for family in FAMILIES for prompt in PROMPTS]
     assert any(reference(one, prompt) != reference(other, prompt) for one, other, prompt in pairs)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", QUANTIZED_LAYERS)
 @pytest.mark.parametrize("family", ["qwen2", "omni"])
 def test_a_quantized_drafter_changes_no_output(family: str, kind: str) -> None:
     decoder = SpeculativeDecoder(engine(family, kind), local(tiny_engine(family)), k=4)
@@ -200,7 +204,7 @@ def test_a_quantized_drafter_changes_no_output(family: str, kind: str) -> None:
         assert out.stats.accepted > 0
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", QUANTIZED_LAYERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_short_formats_pass_the_self_test(dtype: torch.dtype, kind: str) -> None:
     assert engine("qwen2", kind, dtype).noise > 0
@@ -215,7 +219,7 @@ def checkpoint(tmp_path: Path) -> str:
     return str(tmp_path / "tiny")
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", QUANTIZED_LAYERS)
 def test_a_quantized_model_is_another_model(checkpoint: str, kind: str) -> None:
     plain, one, same = load_engine(checkpoint), *(load_engine(checkpoint, quantization=kind) for _ in "12")
     assert isinstance(one, TorchEngine)
@@ -229,7 +233,7 @@ def test_a_quantized_model_is_another_model(checkpoint: str, kind: str) -> None:
     assert f"(float32, {kind}, cpu)" in SpeculativeDecoder(plain, local(one)).summary()
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", QUANTIZED_LAYERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_is_quantized_as_its_model_is(checkpoint: str, dtype: str, kind: str) -> None:
     """The steps are chosen in float32, whatever the weights are loaded as."""

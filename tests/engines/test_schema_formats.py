@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 import jsonschema_rs
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from outrider.engines.grammars import compile_grammar
 from outrider.engines.schema_formats import FORMAT_PATTERNS
 from outrider.sampling.grammar import GrammarMask
 from tests.engines.test_grammars import EOS, accepts
+from tests.support.random_schemas import draw_output
 from tests.support.tokenizers import byte_level
 
 FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
@@ -32,28 +32,18 @@ def is_valid(name: str, value: str) -> bool:
     return jsonschema_rs.is_valid(schema_of(name), value, validate_formats=True)
 
 
-def draw(name: str, dice: random.Random) -> str | None:
-    """A random output of a format's grammar, or None if it does not end. Half of the letters are those that matter."""
-    mask, ids = GrammarMask(compile_grammar(Grammar.json_schema(schema_of(name)), byte_level(), EOS)), []
-    ends = dice.choice((5, 60, LONGEST))  # as soon as it can, from this length on
-    while len(ids) < LONGEST:
-        allowed = set(np.flatnonzero(mask.allowed(ids)).tolist())
-        if allowed & set(EOS):
-            return str(json.loads(byte_level().decode(ids)))
-        quote = byte_level().convert_tokens_to_ids('"')
-        if len(ids) >= ends and quote in allowed:
-            ids.append(quote)
-            continue
-        others = sorted(allowed - {quote}) or [quote]
-        favoured = sorted(allowed & set(LETTERS))
-        ids.append(dice.choice(favoured if favoured and dice.random() < 0.5 else others))
-    return None
+def draw(name: str, seed: int) -> str | None:
+    """Return a random string of a format's grammar, or None if it does not end."""
+    mask = GrammarMask(compile_grammar(Grammar.json_schema(schema_of(name)), byte_level(), EOS))
+    lengths = (5, 60, LONGEST)
+    text = draw_output(mask, random.Random(seed), EOS[0], letters=LETTERS, lengths=lengths, longest=LONGEST)
+    return text and json.loads(text)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(seed=st.integers(0, 2**32))
 def test_every_output_of_a_format_is_valid(name: str, seed: int) -> None:
-    value = draw(name, random.Random(seed))
+    value = draw(name, seed)
     assert value is None or is_valid(name, value), value
 
 

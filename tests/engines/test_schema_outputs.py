@@ -62,15 +62,17 @@ def test_earlier_findings_stay_fixed(seed: int) -> None:
 # Numbers ----------------------------------------------------------------------------------------------------
 
 
+EXCLUSIVE_SIDES = (("Minimum", "-"), ("Maximum", ""))
+
+
 def in_bounds(text: str, schema: dict[str, Any]) -> bool:
     """Whether a number is valid, without the rounding of floats."""
     value = Decimal(text)
     low, high = (Decimal(str(schema.get(key, default))) for key, default in (("minimum", "-Inf"), ("maximum", "Inf")))
-    over, under = (Decimal(str(schema.get(f"exclusive{key}", f"{sign}Inf"))) for key, sign in BOTH)
+    over, under = (Decimal(str(schema.get(f"exclusive{key}", f"{sign}Inf"))) for key, sign in EXCLUSIVE_SIDES)
     return low <= value <= high and over < value < under
 
 
-BOTH = (("Minimum", "-"), ("Maximum", ""))
 WHOLE = (0, 1, -1, 3, -3, 10, -10, 99, -100)
 
 
@@ -131,6 +133,13 @@ def test_an_exclusive_bound_that_would_be_ignored_is_refused(schema: dict[str, A
         {
             "$defs": {"above": {"exclusiveMinimum": 0}},
             "properties": {"price": {"$ref": "#/$defs/above", "description": "x"}, "share": {"maximum": 0.5}},
+        },
+        {
+            "properties": {
+                "price": {"exclusiveMinimum": 0},
+                "share": {"maximum": 0.5},
+                "x": {"anyOf": [{}], "x-order": 1},
+            }
         },
         {"type": "integer", "exclusiveMinimum": 2**53 - 1, "maximum": 2**53},
     ],

@@ -23,8 +23,9 @@ from outrider.engines.torch.engine import TorchEngine
 from outrider.errors import ModelError, StateError
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledToken
-from tests.support.cloud_service import SOON, wait_until
+from tests.support.cloud_service import wait_until
 from tests.support.fakes import HashRows, ScriptedEngine
+from tests.support.processes import HANG_S
 from tests.support.tiny_text_models import engine as tiny
 from tests.support.tiny_text_models import model
 
@@ -50,7 +51,7 @@ class Held(ScriptedEngine):
     def forward_many(self, feeds: Seq[SequenceInput]) -> list[Tensor]:
         self.batches.append({feed.slot: len(feed.ids) for feed in feeds})
         self.entered.set()
-        assert self.go.wait(SOON)
+        assert self.go.wait(HANG_S)
         rows = []
         for feed in feeds:
             if self.bad in feed.ids:
@@ -75,7 +76,7 @@ class Held6:
         self._threads = threads
         self.engine.hold()
         self.first = self.ask(0, [1])
-        assert self.engine.entered.wait(SOON)
+        assert self.engine.entered.wait(HANG_S)
         self.engine.batches.clear()
 
     def ask(self, n: int, ids: Seq[int], rows: int = 1) -> Future[Tensor]:
@@ -99,8 +100,8 @@ def test_waiting_requests_share_one_forward(threads: ThreadPoolExecutor) -> None
     held = Held6(threads)
     others = [held.ask(n, [1, n]) for n in range(1, 6)]
     held.engine.go.set()
-    assert [torch.equal(future.result(SOON)[0], row(1, n)) for n, future in enumerate(others, 1)] == [True] * 5
-    assert torch.equal(held.first.result(SOON)[0], row(1))
+    assert [torch.equal(future.result(HANG_S)[0], row(1, n)) for n, future in enumerate(others, 1)] == [True] * 5
+    assert torch.equal(held.first.result(HANG_S)[0], row(1))
     assert held.engine.batches == [dict.fromkeys(held.slots[1:], 2)]
 
 
@@ -110,7 +111,7 @@ def test_feeds_of_very_different_width_are_not_padded_to_the_widest(threads: Thr
     others = [held.ask(n, [1] * width) for n, width in enumerate(widths, 1)]
     held.engine.go.set()
     for future in others:
-        future.result(SOON)
+        future.result(HANG_S)
     assert [sorted(batch.values()) for batch in held.engine.batches] == [[1, 3, 16], [40, 80]]
 
 
@@ -119,9 +120,9 @@ def test_short_steps_come_between_the_chunks_of_a_long_prompt(threads: ThreadPoo
     long = held.ask(1, [1] * (3 * PREFILL_CHUNK + 10), rows=2)
     short = [held.ask(n, [1, n]) for n in range(2, 6)]
     held.engine.go.set()
-    assert torch.equal(long.result(SOON)[1], row(*[1] * 6))
+    assert torch.equal(long.result(HANG_S)[1], row(*[1] * 6))
     for future in short:
-        future.result(SOON)
+        future.result(HANG_S)
     widths = [sorted(batch.values()) for batch in held.engine.batches]
     assert widths[:3] == [[PREFILL_CHUNK], [2] * 4, [PREFILL_CHUNK]]
     assert sum(map(sum, widths)) == 3 * PREFILL_CHUNK + 10 + 8
@@ -140,14 +141,14 @@ def test_the_last_part_of_a_long_feed_has_all_the_rows_that_are_wanted() -> None
 def test_rolling_back_and_asking_for_the_length_do_not_wait(threads: ThreadPoolExecutor) -> None:
     held = Held6(threads)
     held.engine.go.set()
-    held.ask(1, [1, 2, 3]).result(SOON)
+    held.ask(1, [1, 2, 3]).result(HANG_S)
     held.engine.hold()
     busy = held.ask(0, [5])
     held.shared.truncate(held.slots[1], 1)
     assert held.shared.kv_len(held.slots[1]) == 1
     held.engine.go.set()
-    busy.result(SOON)
-    assert torch.equal(held.ask(1, [7]).result(SOON)[0], row(1, 7))
+    busy.result(HANG_S)
+    assert torch.equal(held.ask(1, [7]).result(HANG_S)[0], row(1, 7))
 
 
 def test_the_oldest_request_is_in_the_next_forward(threads: ThreadPoolExecutor) -> None:
@@ -157,7 +158,7 @@ def test_the_oldest_request_is_in_the_next_forward(threads: ThreadPoolExecutor) 
     narrow = [held.ask(n, [1, n]) for n in range(2, 6)]
     held.engine.go.set()
     for future in (wide, *narrow):
-        future.result(SOON)
+        future.result(HANG_S)
     assert [sorted(batch.values()) for batch in held.engine.batches] == [[60], [2] * 4]
 
 
@@ -171,11 +172,11 @@ def test_a_failing_input_fails_no_other_request(threads: ThreadPoolExecutor) -> 
     late = [held.ask(n, [1, n]) for n in (4, 5)]
     held.engine.go.set()
     with pytest.raises(IndexError, match="token 31"):
-        bad.result(SOON)
+        bad.result(HANG_S)
     for n, future in zip((1, 2, 4, 5), good + late, strict=True):
-        assert torch.equal(future.result(SOON)[0], row(1, n))
+        assert torch.equal(future.result(HANG_S)[0], row(1, n))
     assert [held.shared.kv_len(slot) for slot in held.slots] == [1, 2, 2, 0, 2, 2]
-    assert torch.equal(held.ask(3, [1, 3]).result(SOON)[0], row(1, 3)), "its slot is as it was"
+    assert torch.equal(held.ask(3, [1, 3]).result(HANG_S)[0], row(1, 3)), "its slot is as it was"
     assert not held.shared._busy
 
 
@@ -303,7 +304,7 @@ def test_any_schedule_reads_what_it_would_read_alone(plans: Any, seed: int) -> N
             threading.Event().wait(0.0005)
 
     def run(plan: Any) -> list[Tensor]:
-        barrier.wait(SOON)
+        barrier.wait(HANG_S)
         return follow(SHARED, plan, pause)
 
     with ThreadPoolExecutor(len(plans)) as threads:

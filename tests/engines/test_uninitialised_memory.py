@@ -131,7 +131,7 @@ M_PERTURB = -6  # of <malloc.h>
 
 @contextmanager
 def perturbed(value: int) -> Iterator[None]:
-    """Let glibc fill what it hands out, and what it gets back, as MALLOC_PERTURB_ does. 0: not at all."""
+    """Make glibc overwrite memory on allocation and release, as MALLOC_PERTURB_ does. value 0 turns it off."""
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_PERTURB, value)
     try:

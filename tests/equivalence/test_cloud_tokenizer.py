@@ -18,8 +18,8 @@ from outrider.protocol.tokenizer_files import pack_tokenizer
 from outrider.transport.connection import Connection
 from outrider.verifiers.base import disconnect
 from tests.support.cloud_server import Served, serving
-from tests.support.cloud_service import SOON
 from tests.support.fakes import reference_output
+from tests.support.processes import HANG_S
 from tests.support.tiny_models import clip
 from tests.support.tokenized_models import TokenizedEngine, ids_in, model_of, model_that_knows
 from tests.support.tokenizers import trained
@@ -177,7 +177,7 @@ def test_the_gateway_reads_prompts_with_it(served: Served, target: TokenizedEngi
     pool.close()
     for engine, sent in ((edge(), True), (model_of("llama", PROMPT, TEXT), False)):
         monitor = CloudMonitor(engine, connect(f"grpc://{served.address}"))  # type: ignore[arg-type]
-        assert monitor.wait(SOON)
+        assert monitor.wait(HANG_S)
         assert (monitor.target_tokenizer is not None) is sent
         monitor.close()
 

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from outrider import prompt_lookup
 from outrider.api import local
-from outrider.config import GateFile, ModelId
+from outrider.decoding.gate_file import GateFile, ModelId
 from outrider.decoding.options import DecodingOptions
 from outrider.errors import ContextError, SettingsError
 from outrider.evals.baselines import Assistance

@@ -44,6 +44,7 @@ from tests.support.tiny_models import (
     VOCAB,
     byte_tokenizer,
     clip,
+    new_engine,
     reference,
     reference_audio,
     subword_tokenizer,
@@ -480,7 +481,7 @@ def test_a_target_with_more_named_tokens_than_the_drafter_is_refused_or_exact() 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma3", "phi", "omni"])
 def test_batched_rows_of_different_k_equal_single_forwards(family: str) -> None:
     """Other lengths, other block sizes, some rolled back: what one slot gets does not depend on the others."""
-    engine = tiny_engine.__wrapped__(family)  # not the shared one, whose slots a service may have reserved
+    engine = new_engine(family)
     texts = [[(3 * n + 5 * i) % 90 + 2 for i in range(3 + 6 * n)] for n in range(4)]
     ks = (1, 5, 2, 8)
     blocks = [[(n + 7 * i) % 90 + 2 for i in range(k)] for n, k in enumerate(ks)]
@@ -509,7 +510,7 @@ def test_batched_rows_of_different_k_equal_single_forwards(family: str) -> None:
 
 
 def test_a_prefill_and_a_step_share_a_batch() -> None:
-    engine = tiny_engine.__wrapped__("qwen2")
+    engine = new_engine("qwen2")
     one, two = engine.open(Prompt((11, 12))), engine.open(Prompt((13, 14, 15)))
     engine.forward(one, [11, 12], 1)
     step, prefill = engine.forward_many([SequenceInput(one, [16], 1), SequenceInput(two, [13, 14, 15], 1)])

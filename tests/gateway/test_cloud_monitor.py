@@ -15,12 +15,11 @@ from outrider import CloudLost, SpeculativeDecoder, VocabularyMismatch, connect,
 from outrider.gateway import cloud_monitor as meetings
 from outrider.gateway.cloud_monitor import UNKNOWN_NAME, CloudMonitor
 from outrider.verifiers.base import ModelInfo
-from tests.support.cloud_server import PATIENCE, Served, serving
-from tests.support.cloud_service import SOON
+from tests.support.cloud_server import Served, serving
 from tests.support.fake_llm_server import Model, connect_servers, draft_engine, target_engine
 from tests.support.fake_vllm import VllmServer
 from tests.support.fakes import HashRows, ScriptedEngine, ScriptedVerifier
-from tests.support.processes import wait_until
+from tests.support.processes import HANG_S, wait_until
 from tests.support.tokenized_models import model_of
 
 V = 32
@@ -52,7 +51,7 @@ def engine() -> ScriptedEngine:
 def test_a_cloud_that_is_there_is_known_at_once() -> None:
     verifier = Late(1)
     meeting = CloudMonitor(engine(), verifier)
-    assert meeting.wait(SOON)
+    assert meeting.wait(HANG_S)
     assert meeting.name == verifier.describe().name
     meeting.close()
     assert (verifier.asked, verifier.gone) == (2, 1), "the second time was ours"
@@ -62,7 +61,7 @@ def test_an_unreachable_cloud_is_waited_for_once_and_then_polled(monkeypatch: py
     monkeypatch.setattr(meetings, "RETRY_DELAY_S", 0.05)
     verifier = Late(4)
     meeting = CloudMonitor(engine(), verifier)
-    assert not meeting.wait(SOON)
+    assert not meeting.wait(HANG_S)
     assert meeting.name == UNKNOWN_NAME
     wait_until(lambda: meeting.name != UNKNOWN_NAME)
     assert verifier.asked == 4
@@ -72,7 +71,7 @@ def test_an_unreachable_cloud_is_waited_for_once_and_then_polled(monkeypatch: py
 def test_an_incompatible_cloud_is_reported() -> None:
     meeting = CloudMonitor(engine(), Late(1, size=V + 1000))
     with pytest.raises(VocabularyMismatch):
-        meeting.wait(SOON)
+        meeting.wait(HANG_S)
     assert meeting.name == UNKNOWN_NAME
     meeting.close()
 
@@ -93,9 +92,9 @@ class OtherWeights(ScriptedEngine):
 def test_another_model_behind_the_address_is_reported_until_the_first_one_is_back(other: ScriptedEngine) -> None:
     first = engine()
     with serving(first) as served:
-        verifier: Any = connect(f"grpc://{served.address}", patience=PATIENCE)
+        verifier: Any = connect(f"grpc://{served.address}", patience=HANG_S)
         with closing(CloudMonitor(engine(), verifier, [("127.0.0.1", served.port)])) as monitor:
-            assert monitor.wait(SOON)
+            assert monitor.wait(HANG_S)
             assert monitor.trouble is None
             for _ in range(2):
                 replace_engine(served, other)
@@ -109,11 +108,11 @@ def test_another_model_behind_the_address_is_reported_until_the_first_one_is_bac
 def test_a_cloud_that_does_not_fit_may_be_replaced_by_one_that_does() -> None:
     other = ScriptedEngine(HashRows(1, 300), 300)
     with serving(other) as served:
-        reached: Any = [connect(f"grpc://{served.address}", patience=PATIENCE) for _ in range(2)]
+        reached: Any = [connect(f"grpc://{served.address}", patience=HANG_S) for _ in range(2)]
         decoder = SpeculativeDecoder(engine(), reached[0], lazy=True)
         with reached[0], closing(CloudMonitor(engine(), reached[1])) as monitor:
             with pytest.raises(VocabularyMismatch):
-                monitor.wait(SOON)
+                monitor.wait(HANG_S)
             with pytest.raises(VocabularyMismatch):
                 decoder.generate([1, 2, 3], max_new_tokens=3)
             assert monitor.trouble
@@ -139,10 +138,10 @@ def test_the_window_is_the_smaller_one_once_the_cloud_is_known(edge: int | None,
     drafter = engine()
     drafter.max_length = edge
     with closing(CloudMonitor(drafter, Bounded(2))) as monitor:
-        assert not monitor.wait(SOON)
+        assert not monitor.wait(HANG_S)
         assert monitor.max_length == edge
     with closing(CloudMonitor(drafter, Bounded(1))) as monitor:
-        assert monitor.wait(SOON)
+        assert monitor.wait(HANG_S)
         assert monitor.max_length == both
 
 
@@ -159,7 +158,7 @@ def test_another_model_on_a_vllm_server_is_reported_until_the_first_one_is_back(
     with VllmServer(first, max_logprobs=-1) as server, connect_servers(server) as verifier:
         before = {"name": server.name, "length": server.length, "model": first}
         with closing(CloudMonitor(draft_engine(), verifier, [("127.0.0.1", server.port)])) as monitor:
-            assert monitor.wait(SOON)
+            assert monitor.wait(HANG_S)
             assert monitor.trouble is None
             for values, reason in ((others[change], "serves "), (before, "None")):
                 server.stop()
@@ -174,11 +173,11 @@ def test_a_cloud_with_another_tokenizer_is_compatible_if_its_tokenizer_is_known(
         reader = None if tokenizer is None else prompt_lookup(tokenizer)
         meeting = CloudMonitor(edge, local(target), target_tokenizer=reader)
         if fits:
-            assert meeting.wait(SOON)
+            assert meeting.wait(HANG_S)
             assert meeting.name == "large"
         else:
             with pytest.raises(VocabularyMismatch):
-                meeting.wait(SOON)
+                meeting.wait(HANG_S)
         meeting.close()
 
 
@@ -186,15 +185,15 @@ def test_the_wait_is_bounded_and_closing_ends_it(monkeypatch: pytest.MonkeyPatch
     faults: list[object] = []
     monkeypatch.setattr(threading, "excepthook", faults.append)
     with LinkThread("127.0.0.1", 9) as link:
-        link.stall(10 * SOON)
-        verifier = connect(f"grpc://127.0.0.1:{link.port}", patience=10 * SOON, deadline=10 * SOON)
+        link.stall(10 * HANG_S)
+        verifier = connect(f"grpc://127.0.0.1:{link.port}", patience=10 * HANG_S, deadline=10 * HANG_S)
         assert verifier is not None
         meeting = CloudMonitor(engine(), verifier)
         started = time.monotonic()
         assert not meeting.wait(0.2)
         meeting.close()
-        assert time.monotonic() - started < SOON, "neither lasts as long as the stall"
+        assert time.monotonic() - started < HANG_S, "neither lasts as long as the stall"
     for thread in threading.enumerate():
         if thread.name == "outrider-handshake":
-            thread.join(SOON)  # its exception would reach the hook before its end
+            thread.join(HANG_S)  # its exception would reach the hook before its end
     assert faults == []

@@ -20,7 +20,6 @@ from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
 from outrider.verifiers.base import ModelInfo
 from outrider.verifiers.local import LocalVerifier
 from tests.support.cloud_server import Served, serving
-from tests.support.cloud_service import SOON
 from tests.support.fakes import HashRows, ScriptedEngine, ScriptedVerifier
 from tests.support.gateway_pair import (
     PROMPTS,
@@ -30,7 +29,7 @@ from tests.support.gateway_pair import (
     running_pool,
     serving_demo_cloud,
 )
-from tests.support.processes import wait_until
+from tests.support.processes import HANG_S, wait_until
 from tests.support.tokenized_models import model_of
 
 V = 32
@@ -60,7 +59,7 @@ class Connectable(ScriptedVerifier):
 
     def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
         self.asked += 1
-        assert self.go.wait(SOON)
+        assert self.go.wait(HANG_S)
         return super().describe()
 
     def probe(self) -> None: ...
@@ -303,7 +302,7 @@ def test_a_cloud_is_described_once_however_many_ask_at_once(waits: list[Any]) ->
         waiting = [threads.submit(decoder._pair.connect) for _ in range(8)]
         wait_until(lambda: len(waits) == 8)
         verifier.go.set()
-        assert all(future.result(SOON).is_complete for future in waiting)
+        assert all(future.result(HANG_S).is_complete for future in waiting)
     assert verifier.asked == 1
     assert len(decoder._pair.state.models) == 2
 
@@ -320,9 +319,9 @@ def test_a_request_cancelled_during_the_handshake_leaves_it_to_the_others(waits:
         wait_until(lambda: len(waits) == 2)
         leaving.cancel()
         with pytest.raises(CancelledError):
-            leaver.result(SOON)
+            leaver.result(HANG_S)
         verifier.go.set()
-        assert stayer.result(SOON)
+        assert stayer.result(HANG_S)
 
 
 def test_an_error_in_the_handshake_releases_all_waiting_requests() -> None:
@@ -389,7 +388,7 @@ def test_an_emulated_network_is_in_between(pool: DecoderPool) -> None:
 
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
 def test_after_a_cut_the_edge_continues_long_before_patience_ends_with_a_warning(served: Served, driver: Any) -> None:
-    with running_pool(served, patience=10 * SOON) as pool:
+    with running_pool(served, patience=10 * HANG_S) as pool:
         check_goes_on_alone(pool, driver)
 
 
@@ -398,7 +397,7 @@ def check_goes_on_alone(pool: DecoderPool, driver: Any) -> None:
     for _ in range(2):
         started = time.monotonic()
         result = decoder.generate("Hello there", max_new_tokens=LENGTH)
-        assert time.monotonic() - started < SOON
+        assert time.monotonic() - started < HANG_S
         assert (result.guarantee, result.token_ids) == (
             "edge-only",
             list(reference_tokens("edge-only", "Hello there", LENGTH)),

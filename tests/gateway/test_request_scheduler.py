@@ -28,7 +28,6 @@ from outrider.gateway.request_scheduler import GenerationTask, RequestScheduler
 from outrider.netem.conditions import Conditions
 from outrider.verifiers.connect import connect
 from tests.support.cloud_server import Served, serving
-from tests.support.cloud_service import SOON
 from tests.support.fakes import HashRows, ScriptedEngine
 from tests.support.gateway_pair import PROMPTS, demo_edge, reference_tokens, running_pool, serving_demo_cloud
 from tests.support.processes import HANG_S, until
@@ -50,7 +49,7 @@ class Held(ScriptedEngine):
 
     def forward_many(self, feeds: Seq[SequenceInput]) -> list[Tensor]:
         self.entered.set()
-        assert self.go.wait(SOON)
+        assert self.go.wait(HANG_S)
         time.sleep(self.seconds)  # scripted: the least time of a forward
         return super().forward_many(feeds)
 

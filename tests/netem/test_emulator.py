@@ -29,9 +29,9 @@ from outrider.netem.link import Link
 from outrider.netem.link_state import BOTTLENECK_BUFFER, LinkState
 from tests.support import virtual_time
 from tests.support.ports import ReservedPort
+from tests.support.processes import HANG_S
 from tests.support.virtual_time import monotonic
 
-LONG = 300.0  # s of real time; only a hang takes that long
 READ = 256 * 1024  # bytes that asyncio reads at once
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -398,7 +398,7 @@ def test_a_target_that_cannot_be_named_resets_the_client() -> None:
         await link.start()
         async with client(link.port) as (reader, _):
             with pytest.raises(ConnectionResetError):
-                await asyncio.wait_for(reader.read(1), LONG)
+                await asyncio.wait_for(reader.read(1), HANG_S)
         await link.close()
 
     asyncio.run(scenario())  # names are looked up in a thread, which has no part in virtual time
@@ -604,10 +604,10 @@ def test_a_link_in_a_thread_is_controlled_from_outside() -> None:
         with socket.create_connection(("127.0.0.1", link.port or 0)) as peer:
             knock(peer)
             link.conditions = parse_conditions("rtt=20ms")
-            assert 0.02 <= knock(peer, b"abc") < LONG
+            assert 0.02 <= knock(peer, b"abc") < HANG_S
             link.conditions = Conditions()
             link.stall(0.05)
-            assert 0.045 <= knock(peer) < LONG
+            assert 0.045 <= knock(peer) < HANG_S
             assert (link.up, link.down, link.connections, link.conditions) == (5, 5, 1, Conditions())
             link.cut()
             with pytest.raises(ConnectionResetError):
@@ -636,4 +636,4 @@ def test_passing_through_costs_little(capsys: pytest.CaptureFixture[str]) -> Non
         direct, relayed = median(port), median(link.port)
     with capsys.disabled():
         print(f"\nlink, no conditions: {(relayed - direct) * 1e6:.0f} µs added to a {direct * 1e6:.0f} µs round trip")  # noqa: T201
-    assert relayed < LONG
+    assert relayed < HANG_S

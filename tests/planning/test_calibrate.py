@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from benchmarks.live import realised
 from outrider.api import local
 from outrider.cli.app import app
-from outrider.cli.calibrate import _show, describe_models, run_calibrate
+from outrider.cli.calibrate import _show, load_descriptions, run_calibrate
 from outrider.cli.options import Models
-from outrider.config import GateFile, GenerationSettings, Loss, read_gate_file
+from outrider.config import GenerationSettings, Loss
 from outrider.decoding.actions import Done, Draft, Plan, Proposal
 from outrider.decoding.calibrated_gate import Calibrated, draw_audits
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.draft_length import FixedDraftLength
 from outrider.decoding.gate import SIGNAL_NAMES, Signals, Threshold
+from outrider.decoding.gate_file import GateFile, read_gate_file
 from outrider.decoding.gate_parsing import gate
 from outrider.decoding.sequence import Source
 from outrider.decoding.stopping import StopRules
@@ -387,7 +388,7 @@ def test_calibrate_command_writes_a_gate_file(
 
 def test_the_seed_of_the_command_is_that_of_the_traces_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("outrider.cli.calibrate.describe_models", lambda models, network: (EDGE, CLOUD))
+    monkeypatch.setattr("outrider.cli.calibrate.load_descriptions", lambda models, network: (EDGE, CLOUD))
     monkeypatch.setattr(
         "outrider.cli.calibrate.run_calibrate",
         lambda traces, out, epsilon, k, edge, cloud, settings, **given: asked.update(given, settings=settings) or 0,
@@ -401,9 +402,9 @@ def test_the_pair_is_identified_as_a_run_would_see_it(monkeypatch: pytest.Monkey
     small, large = engine("qwen2"), engine("llama")
     monkeypatch.setattr("outrider.cli.calibrate.load_drafter", lambda models: small)
     monkeypatch.setattr("outrider.cli.build.connect_verifier", lambda models, network: local(large))
-    assert describe_models(Models()) == (describe_engine(small), describe_engine(large))
+    assert load_descriptions(Models()) == (describe_engine(small), describe_engine(large))
     with pytest.raises(SettingsError, match="give --edge and --cloud"):
-        describe_models(Models(cloud="none"))
+        load_descriptions(Models(cloud="none"))
 
 
 def test_audits_are_drawn_at_their_rate() -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from outrider import SpeculativeDecoder, local
-from outrider.config import GenerationSettings, Loss, ModelId
+from outrider.config import GenerationSettings, Loss
 from outrider.decoding.gate import SIGNAL_NAMES, SignalName
+from outrider.decoding.gate_file import ModelId
 from outrider.errors import DataError
 from outrider.planning.calibrate import calibrate, write_gate_file
 from outrider.planning.trace_recorder import record

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from outrider.api import local
-from outrider.cli.app import app
 from outrider.cli.calibrate import run_calibrate
-from outrider.cli.exit_codes import run_guarded
 from outrider.config import GenerationSettings, Grammar
 from outrider.errors import DataError, SettingsError
 from outrider.planning.provenance import describe_engine
 from tests.support.calibration_requests import write_requests
+from tests.support.commands import run_command
 from tests.support.synthetic_traces import COSTS
 from tests.support.tiny_text_models import engine
 
@@ -77,7 +76,7 @@ def test_traces_of_another_pair_or_other_settings_are_refused(
 
 
 @pytest.mark.parametrize("unknown", ["dtype", "identity"])
-def test_what_a_side_does_not_know_is_not_compared(tmp_path: Path, unknown: str) -> None:
+def test_fields_that_a_side_lacks_are_not_compared(tmp_path: Path, unknown: str) -> None:
     def without(row: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in row.items() if name != unknown}
 
@@ -139,18 +138,13 @@ def test_a_run_json_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run_of_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A run.json of the pair with which the commands run, which is not measured."""
+    """Return the run.json of the pair that the commands load, with fixed costs."""
     small, large = engine("qwen2"), engine("llama")
     monkeypatch.setattr("outrider.cli.build.load_drafter", lambda models: small)
     monkeypatch.setattr("outrider.cli.build.connect_verifier", lambda models, network: local(large))
     monkeypatch.setattr("outrider.planning.timing.measure_costs", lambda *_: COSTS)
     models = {"edge": describe_engine(small), "cloud": describe_engine(large)}
     return about(models=models, generation=json.loads(json.dumps(asdict(GenerationSettings()))))
-
-
-def main(words: list[str]) -> int:
-    """The exit code of a command."""
-    return run_guarded(lambda: app(words, exit_on_error=False, print_error=False, result_action="return_value"), words)
 
 
 COMMANDS = pytest.mark.parametrize("command", ["plan", "sweep"])
@@ -163,7 +157,7 @@ def test_a_plan_takes_traces_of_its_pair(
 ) -> None:
     (tmp_path / "run").mkdir()
     traces = folder(tmp_path / "run", run_of_pair) / name
-    assert main([command, "--traces", str(traces), "--json"]) == 0
+    assert run_command([command, "--traces", str(traces), "--json"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     assert json.loads(printed.out)["costs"] == asdict(COSTS)
@@ -178,7 +172,7 @@ def test_a_plan_refuses_traces_of_another_pair(
     model = run_of_pair["configuration"]["models"][side]
     here, model[field] = model[field], "another"
     folder(tmp_path, run_of_pair)
-    assert main([command, "--traces", str(tmp_path)]) == 2
+    assert run_command([command, "--traces", str(tmp_path)]) == 2
     said = capsys.readouterr().err.replace("\n", " ")
     assert f"run.json: configuration.models.{side}.{field} is 'another' for these traces, and {here!r} here" in said
 
@@ -188,9 +182,9 @@ def test_a_plan_refuses_traces_of_other_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], run_of_pair: dict[str, Any], command: str
 ) -> None:
     folder(tmp_path, run_of_pair)
-    assert main([command, "--traces", str(tmp_path), "--sentences", "2"]) == 2
+    assert run_command([command, "--traces", str(tmp_path), "--sentences", "2"]) == 2
     assert "configuration.generation.sentences is None for these traces, and 2 here" in capsys.readouterr().err
-    assert main([command, "--traces", str(tmp_path), "--seed", "2", "--json"]) == 0
+    assert run_command([command, "--traces", str(tmp_path), "--seed", "2", "--json"]) == 0
 
 
 @COMMANDS
@@ -198,6 +192,6 @@ def test_a_plan_refuses_traces_of_other_settings(
 def test_a_plan_says_that_traces_are_unchecked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    assert main([command, "--traces", str(folder(tmp_path, None)), "--json"]) == 0
+    assert run_command([command, "--traces", str(folder(tmp_path, None)), "--json"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert "no run.json next to" in line

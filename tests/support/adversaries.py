@@ -16,12 +16,13 @@ from typing import cast
 import numpy as np
 
 from benchmarks.live import Watched, realised
-from outrider.config import GateFile, GenerationSettings, Loss, ModelId
+from outrider.config import GenerationSettings, Loss
 from outrider.decoding.actions import Done, Draft, Plan, Proposal, Verify
 from outrider.decoding.calibrated_gate import Calibrated
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.draft_length import FixedDraftLength
 from outrider.decoding.gate import SIGNAL_NAMES, Signals, Threshold
+from outrider.decoding.gate_file import GateFile, ModelId
 from outrider.decoding.gate_parsing import gate as parse_gate
 from outrider.decoding.risk_estimate import AuditTrail
 from outrider.decoding.stopping import StopRules

@@ -24,10 +24,10 @@ from outrider.sampling.sampler import SampledRows
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier, open_session
 from tests.support.fakes import HashRows, ScriptedEngine, greedy_tokens
+from tests.support.processes import HANG_S
 
 V = 32
 TARGET = HashRows(5, V)
-SOON = 300.0  # s; only a hang takes that long
 
 
 class RecordingEngine(ScriptedEngine):
@@ -92,10 +92,10 @@ class EngineHold:
 
     def _wait(self, _: list[SequenceInput]) -> None:
         self.entered.set()
-        assert self._release.wait(SOON)
+        assert self._release.wait(HANG_S)
 
     def wait(self) -> None:
-        assert self.entered.wait(SOON)
+        assert self.entered.wait(HANG_S)
 
     def release(self) -> None:
         self._release.set()

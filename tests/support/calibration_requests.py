@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.config import ModelId
 from outrider.decoding.gate import Signals
+from outrider.decoding.gate_file import ModelId
 from outrider.planning.traces import Trace
 
 EDGE, CLOUD = ModelId("small", "vocab-1"), ModelId("large", "vocab-1")

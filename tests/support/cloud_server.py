@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from outrider.cloud.server import Server, ServerConfig
 from outrider.cloud.service import Service
 from tests.support.ports import ReservedPort
+from tests.support.processes import HANG_S
 
 T = TypeVar("T")
-PATIENCE = 300.0  # s; only a hang takes that long
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Served:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.submit(work).result(PATIENCE)
+        return self.submit(work).result(HANG_S)
 
     def restart(self) -> None:
         """Stop it, and serve the same engine at the same port again: every session is lost."""

@@ -15,13 +15,12 @@ from outrider.engines.base import SequenceInput
 from outrider.protocol import schema
 from tests.support.cloud_server import Served, serving
 from tests.support.fakes import HashRows, ScriptedEngine, reference_output
-from tests.support.processes import wait_until
+from tests.support.processes import HANG_S, wait_until
 from tests.support.raw_stream import opening
 
 V, EOS = 32, 31
 PROMPT = (3, 1, 4, 1, 5)
 TARGET = HashRows(2, V)
-SOON = 300.0  # s; only a hang takes that long
 
 
 class HeldEngine(ScriptedEngine):
@@ -38,7 +37,7 @@ class HeldEngine(ScriptedEngine):
 
     def forward_many(self, feeds: Seq[SequenceInput]) -> list[Tensor]:
         self.entered.set()
-        assert self.go.wait(SOON)
+        assert self.go.wait(HANG_S)
         return super().forward_many(feeds)
 
 

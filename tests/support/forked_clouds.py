@@ -42,7 +42,7 @@ class Cloud:
         return f"grpc://{self.host}:{self.port}"
 
     def start(self) -> None:
-        """Always on the same port."""
+        """Start the server, always on the same port."""
         self.pid = self._nursery.fork({**self._spec, "port": self.port, "metrics": self.metrics_port})
         self.starts += 1
 
@@ -92,7 +92,7 @@ class CloudForker:
         return self._clouds[-1]
 
     def fork(self, spec: dict[str, Any]) -> int:
-        """The new server's process, once it listens."""
+        """Return the process id of a new server that listens."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(spec).encode() + b"\n")

@@ -17,11 +17,11 @@ from outrider.transport.status import CallFailed
 from outrider.transport.stream import Stream
 from outrider.transport.tls import ClientTls, ServerTls
 from tests.support.ports import ReservedPort
+from tests.support.processes import HANG_S
 from tests.support.processes import until as until
 
 UNARY, MANY, ECHO = "/test/Unary", "/test/Many", "/test/Echo"
 MEGABYTE = 2**20
-LONG = 300.0  # s; only a hang takes that long
 _LIMITS = [("grpc.max_receive_message_length", 64 * MEGABYTE), ("grpc.max_send_message_length", 128 * MEGABYTE)]
 
 
@@ -50,7 +50,7 @@ class Handler(grpc.GenericRpcHandler):
         if data == b"raise":
             raise ValueError("inside")
         if data == b"sleep":
-            await asyncio.sleep(LONG)  # scripted: an answer that does not come
+            await asyncio.sleep(HANG_S)  # scripted: an answer that does not come
         return bytes(int(data[4:])) if data.startswith(b"size") else data
 
     async def many(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
@@ -127,7 +127,7 @@ async def relayed(port: int) -> AsyncIterator[tuple[int, Link]]:
 
 
 def run_with_deadline(work: Coroutine[object, object, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 2 * LONG))
+    asyncio.run(asyncio.wait_for(work, 2 * HANG_S))
 
 
 async def failure_of(work: Awaitable[object]) -> CallFailed:

@@ -6,9 +6,9 @@ import socket
 
 
 class ReservedPort:
-    """A port of 127.0.0.1 that nothing takes but a server which asks for it by number.
+    """A port of 127.0.0.1 for servers that bind it by number.
 
-    A port that was free a moment ago may be the source of somebody's connection by now. The reservation is a socket
+    Without a reservation, another connection may have taken a free port as its source port. The reservation is a socket
     that is bound and does not listen: the system gives its port to no other socket, refuses connections to it, and
     lets servers bind it, because they set SO_REUSEADDR as well.
     """

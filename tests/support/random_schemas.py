@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,30 +17,10 @@ Schema = dict[str, Any]
 BOUNDS = (0, 1, -1, 2, 5, 7, 10, 100, -3, 0.5, 0.1, 0.25, 1.5, -2.5, 3.14, 0.01, 12.75, 99.99, -0.5, 2.0, 0.3)
 MULTIPLES = (0.1, 0.5, 2, 3, 0.25, 0.01, 1, 5, 1.5, 7, 0.3, 10, 100)
 PATTERNS = (
-    *(r"^\d+$", r"\d", r"^\w+$", r"^\s$", r"^\s*a$", "a$", "^a.b$", "^[^a]$", r"^\S+$", r"^\W$", r"^\D$", "(?i)^abc$"),
-    *(
-        "^(a|b)*$",
-        "^a{2,3}$",
-        "a|^b$",
-        "^.{2}$",
-        r"^[\/]$",
-        "^(?:ab)+$",
-        "^(?<n>a)$",
-        r"^[\u4e00-\u9fff]$",
-        "^[😀]{2}$",
-    ),
-    *(
-        "^[[:alpha:]]$",
-        "^[a-z&&[^b]]$",
-        "^[a~~b]$",
-        r"^[\w-]+$",
-        r"^[^\d\s]$",
-        r"[0-9]{3}-[0-9]{4}",
-        r"^[\S\n]$",
-        "",
-        "$",
-    ),
-)
+    r"^\d+$", r"\d", r"^\w+$", r"^\s$", r"^\s*a$", "a$", "^a.b$", "^[^a]$", r"^\S+$", r"^\W$", r"^\D$", "(?i)^abc$",
+    "^(a|b)*$", "^a{2,3}$", "a|^b$", "^.{2}$", r"^[\/]$", "^(?:ab)+$", "^(?<n>a)$", r"^[\u4e00-\u9fff]$", "^[😀]{2}$",
+    "^[[:alpha:]]$", "^[a-z&&[^b]]$", "^[a~~b]$", r"^[\w-]+$", r"^[^\d\s]$", r"[0-9]{3}-[0-9]{4}", r"^[\S\n]$", "", "$",
+)  # fmt: skip
 FORMATS = ("date", "time", "email", "ipv4", "uuid", "hostname", "duration", "uri")
 VALUES = (0, 1, -1, 1.0, 1.5, "a", "1", True, False, None, [], [1], {}, {"a": 1}, "😀", "é", 0.1, {"b": 2, "a": 1})
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -120,20 +100,31 @@ class SchemaGenerator:
         return {"$ref": "#/$defs/x"}
 
 
-def draw_output(mask: GrammarMask, dice: random.Random, eos: int, longest: int = 120) -> str | None:
-    """A random output of a grammar, or None if it does not end. It often closes strings, arrays and objects."""
+def draw_output(
+    mask: GrammarMask,
+    dice: random.Random,
+    eos: int,
+    *,
+    letters: Sequence[int] = LETTERS,
+    lengths: Sequence[int] = (0, 3, 12, 40),
+    longest: int = 120,
+) -> str | None:
+    """A random output of a grammar, or None if it does not end. It often closes strings, arrays and objects.
+
+    letters: the tokens that are drawn most often. lengths: from one of them on, the output ends as soon as it can.
+    """
     ids: list[int] = []
-    ends = dice.choice((0, 3, 12, 40))  # as soon as it can, from this length on
+    ends = dice.choice(lengths)
     while len(ids) < longest:
         allowed = set(np.flatnonzero(mask.allowed(ids)).tolist())
         if eos in allowed and (len(ids) >= ends or allowed == {eos}):
             return str(byte_level().decode(ids))
-        ids.append(_pick(allowed - {eos}, dice, closes=len(ids) >= ends))
+        ids.append(_pick(allowed - {eos}, dice, letters, closes=len(ids) >= ends))
     return None
 
 
-def _pick(allowed: set[int], dice: random.Random, *, closes: bool) -> int:
-    closing, letters = sorted(allowed & set(CLOSING)), sorted(allowed & set(LETTERS))
+def _pick(allowed: set[int], dice: random.Random, letters: Sequence[int], *, closes: bool) -> int:
+    closing, favoured = sorted(allowed & set(CLOSING)), sorted(allowed & set(letters))
     if closing and closes and dice.random() < 0.8:
         return dice.choice(closing)
-    return dice.choice(letters if letters and dice.random() < 0.6 else sorted(allowed))
+    return dice.choice(favoured if favoured and dice.random() < 0.6 else sorted(allowed))

@@ -16,7 +16,7 @@ from outrider.protocol import schema
 from outrider.serving.tokens import Tokens
 from tests.support.fakes import ScriptedAudioEncoder, ScriptedEngine
 from tests.support.frame_fuzzer import ROWS, V, frames, target_tokens
-from tests.support.processes import until
+from tests.support.processes import HANG_S, until
 from tests.support.raw_stream import CLOSE, opening, verifying
 
 SEED = 20_261_128
@@ -26,7 +26,6 @@ MOST = 24  # sessions that the fuzz may have
 LIMITS = Limits(max_sessions=64, max_sessions_per_identity=MOST, max_media_bytes=20_000, max_media_total=100_000)
 NAMES = {"fuzz": "f" * 20, "bystander": "b" * 20}
 TOKENS = Tokens({name: hashlib.sha256(token.encode()).digest() for name, token in NAMES.items()})
-PATIENCE = 300.0  # s; only a hang takes that long
 
 
 @dataclass
@@ -113,7 +112,7 @@ async def one_stream(service: Service, number: int, tally: Tally, seed: int = SE
     answers = service.session(fed(data, tally), Context("fuzz"))  # type: ignore[arg-type]
     seen = 0
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(HANG_S):
             async for answer in answers:
                 tally.check(answer, where)
                 seen += 1

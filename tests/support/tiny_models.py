@@ -165,13 +165,18 @@ def tiny_engine(
     vocab: int = VOCAB,
     dtype: torch.dtype = torch.float32,
 ) -> TorchEngine:
-    """An engine of that model. Engines may be shared between tests: their slots are independent."""
+    """An engine of that model, shared between tests. A test that needs all slots takes `new_engine`."""
     model = tiny_model(family, seed, drift=drift, vocab=vocab, dtype=dtype)
     model.generation_config.eos_token_id = list(eos) or None
     extractor = feature_extractor(family) if family in ("omni", "qwen2-audio") else None
     engine = TorchEngine(model, tokenizer, extractor, name=f"tiny {family} {seed}")
     model.generation_config.eos_token_id = None  # the reference gets its EOS ids as an argument
     return engine
+
+
+def new_engine(family: str) -> TorchEngine:
+    """Return an engine that no other test shares."""
+    return tiny_engine.__wrapped__(family)
 
 
 @torch.inference_mode()

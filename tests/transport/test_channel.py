@@ -13,7 +13,6 @@ from outrider.transport.channel import Channel
 from outrider.transport.status import CallFailed, Status
 from tests.support.grpc_server import (
     ECHO,
-    LONG,
     MANY,
     MEGABYTE,
     UNARY,
@@ -25,6 +24,7 @@ from tests.support.grpc_server import (
     until,
     until_ended,
 )
+from tests.support.processes import HANG_S
 
 # Calls ------------------------------------------------------------------------------------------------------
 
@@ -36,11 +36,11 @@ def test_unary_calls_share_a_connection() -> None:
             connected(port, metadata=(("authorization", "Bearer t"),)) as (c, endpoint),
         ):
             for data in (b"", b"hello", bytes(range(256))):
-                assert await c.unary(UNARY, data, LONG) == data
+                assert await c.unary(UNARY, data, HANG_S) == data
             assert endpoint.connections == 1
             assert all(seen["authorization"] == "Bearer t" for seen in handler.metadata)
             assert all(seen["user-agent"] == "outrider" for seen in handler.metadata)
-            assert all(0 < left <= LONG for left in handler.left)
+            assert all(0 < left <= HANG_S for left in handler.left)
 
     run_with_deadline(work())
 
@@ -48,9 +48,9 @@ def test_unary_calls_share_a_connection() -> None:
 def test_a_stream_of_answers_in_order() -> None:
     async def work() -> None:
         async with serving() as (port, _, _), connected(port) as (c, _):
-            got = [data async for data in c.unary_stream(MANY, b"1000", LONG)]
+            got = [data async for data in c.unary_stream(MANY, b"1000", HANG_S)]
             assert got == [str(number).encode() for number in range(1000)]
-            assert [data async for data in c.unary_stream(MANY, b"0", LONG)] == []
+            assert [data async for data in c.unary_stream(MANY, b"0", HANG_S)] == []
 
     run_with_deadline(work())
 
@@ -58,7 +58,7 @@ def test_a_stream_of_answers_in_order() -> None:
 def test_a_status_after_answers() -> None:
     async def work() -> None:
         async with serving() as (port, _, _), connected(port) as (c, _):
-            answers = c.unary_stream(MANY, b"3 0", LONG)
+            answers = c.unary_stream(MANY, b"3 0", HANG_S)
             assert [await anext(answers) for _ in range(3)] == [b"", b"", b""]
             with pytest.raises(CallFailed, match="data_loss: all empty"):
                 await anext(answers)
@@ -69,11 +69,11 @@ def test_a_status_after_answers() -> None:
 def test_a_stream_of_answers_may_be_left_early() -> None:
     async def work() -> None:
         async with serving() as (port, handler, _), connected(port) as (c, _):
-            answers = c.unary_stream(MANY, b"100000 1000", LONG)
+            answers = c.unary_stream(MANY, b"100000 1000", HANG_S)
             assert len(await anext(answers)) == 1000
             await answers.aclose()  # type: ignore[attr-defined]
             await until_ended(handler)
-            assert await c.unary(UNARY, b"on", LONG) == b"on"
+            assert await c.unary(UNARY, b"on", HANG_S) == b"on"
 
     run_with_deadline(work())
 
@@ -112,12 +112,12 @@ def test_several_messages_arrive_before_they_are_read() -> None:
 def test_failed_calls_have_status_and_details() -> None:
     async def work() -> None:
         async with serving() as (port, _, _), connected(port) as (c, _):
-            failure = await failure_of(c.unary(UNARY, b"abort", LONG))
+            failure = await failure_of(c.unary(UNARY, b"abort", HANG_S))
             assert (failure.status, failure.details) == (Status.PERMISSION_DENIED, "not you: 100 % sure, 不行")
             assert failure.status == 7
             assert failure.status.name == "PERMISSION_DENIED"
-            assert (await failure_of(c.unary(UNARY, b"raise", LONG))).status is Status.UNKNOWN
-            assert (await failure_of(c.unary("/test/Nothing", b"", LONG))).status is Status.UNIMPLEMENTED
+            assert (await failure_of(c.unary(UNARY, b"raise", HANG_S))).status is Status.UNKNOWN
+            assert (await failure_of(c.unary("/test/Nothing", b"", HANG_S))).status is Status.UNIMPLEMENTED
             stream = await c.stream(ECHO)
             await stream.send(b"abort")
             failure = await failure_of(stream.receive())
@@ -137,7 +137,7 @@ def test_a_server_that_ends_while_we_send_is_heard() -> None:
                 await stream.send(bytes(MEGABYTE))
             assert await stream.receive() is None
             stream.cancel()
-            assert await c.unary(UNARY, b"on", LONG) == b"on"
+            assert await c.unary(UNARY, b"on", HANG_S) == b"on"
 
     run_with_deadline(work())
 
@@ -148,7 +148,7 @@ def test_a_deadline_is_ours_and_the_servers() -> None:
             failure = await failure_of(c.unary(UNARY, b"sleep", 1.0))
             assert failure.status is Status.DEADLINE_EXCEEDED
             assert handler.left[0] <= 1.0
-            assert await c.unary(UNARY, b"on", LONG) == b"on"
+            assert await c.unary(UNARY, b"on", HANG_S) == b"on"
 
     run_with_deadline(work())
 
@@ -161,7 +161,7 @@ def test_large_messages_both_ways(size: int) -> None:
             stream = await c.stream(ECHO)
             await echo_of(stream, data)
             await echo_of(stream, data[:1000])
-            assert await c.unary(UNARY, data, LONG) == data
+            assert await c.unary(UNARY, data, HANG_S) == data
             stream.cancel()
 
     run_with_deadline(work())
@@ -172,10 +172,10 @@ def test_a_message_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
     async def work() -> None:
         async with serving() as (port, _, _), connected(port) as (c, _):
-            assert len(await c.unary(UNARY, b"size1000", LONG)) == 1000
-            failure = await failure_of(c.unary(UNARY, b"size1001", LONG))
+            assert len(await c.unary(UNARY, b"size1000", HANG_S)) == 1000
+            failure = await failure_of(c.unary(UNARY, b"size1001", HANG_S))
             assert failure.status is Status.RESOURCE_EXHAUSTED
-            assert await c.unary(UNARY, b"on", LONG) == b"on"
+            assert await c.unary(UNARY, b"on", HANG_S) == b"on"
 
     run_with_deadline(work())
 
@@ -200,10 +200,10 @@ def test_two_hundred_streams_at_once() -> None:
 def test_a_stream_that_nobody_reads_does_not_stop_the_others() -> None:
     async def work() -> None:
         async with serving() as (port, _, _), connected(port) as (c, endpoint):
-            idle = [c.unary_stream(MANY, b"5000 1000", LONG) for _ in range(3)]
+            idle = [c.unary_stream(MANY, b"5000 1000", HANG_S) for _ in range(3)]
             for answers in idle:
                 await anext(answers)
-            assert len(await c.unary(UNARY, b"size3000000", LONG)) == 3_000_000
+            assert len(await c.unary(UNARY, b"size3000000", HANG_S)) == 3_000_000
             assert endpoint.down < 3 * (http2.WINDOW + 100_000) + 3_100_000  # each is held back by its own window
             for answers in idle:
                 assert len([len(answer) async for answer in answers]) == 4999
@@ -230,9 +230,9 @@ def test_headers_cost_little_the_second_time() -> None:
     async def work() -> None:
         token = (("authorization", "Bearer " + "s3cret" * 20),)
         async with serving() as (port, _, _), connected(port, metadata=token) as (c, endpoint):
-            await c.unary(UNARY, b"", LONG)
+            await c.unary(UNARY, b"", HANG_S)
             before = endpoint.up
-            await c.unary(UNARY, b"", LONG)
+            await c.unary(UNARY, b"", HANG_S)
             assert endpoint.up - before <= (9 + 12) + (9 + 5)  # an index per header
 
     run_with_deadline(work())

@@ -14,7 +14,6 @@ from outrider.transport.channel import Channel
 from outrider.transport.status import CallFailed, Disconnected, Status
 from tests.support.grpc_server import (
     ECHO,
-    LONG,
     MEGABYTE,
     UNARY,
     connected,
@@ -27,6 +26,7 @@ from tests.support.grpc_server import (
     until_ended,
 )
 from tests.support.http2_server import scripted_server
+from tests.support.processes import HANG_S
 
 
 def test_cancel_reaches_the_server() -> None:
@@ -80,8 +80,8 @@ def test_a_cancelled_send_cancels_its_call_only() -> None:
 def test_cancelling_one_wait_for_the_connection_cancels_no_other() -> None:
     async def work() -> None:
         async with serving() as (port, _, _), connected(port) as (c, endpoint):
-            first = asyncio.create_task(c.unary(UNARY, b"1", LONG))
-            second = asyncio.create_task(c.unary(UNARY, b"2", LONG))
+            first = asyncio.create_task(c.unary(UNARY, b"1", HANG_S))
+            second = asyncio.create_task(c.unary(UNARY, b"2", HANG_S))
             await asyncio.sleep(0)  # one turn of the loop: both wait now
             first.cancel()
             assert await second == b"2"
@@ -98,7 +98,7 @@ def test_refused_then_served() -> None:
         async with serving() as (port, _, server), connected(port) as (c, _):
             await server.stop(None)
             with pytest.raises(Disconnected, match="no connection: Connection refused"):
-                await c.unary(UNARY, b"", LONG)
+                await c.unary(UNARY, b"", HANG_S)
             with pytest.raises(Disconnected):
                 await (await c.stream(ECHO)).receive()
 
@@ -110,12 +110,12 @@ def test_a_server_that_stops_in_order_finishes_its_calls() -> None:
         async with serving() as (port, _, server), connected(port) as (c, endpoint):
             stream = await c.stream(ECHO)
             await echo_of(stream, b"before")
-            stopping = asyncio.create_task(server.stop(LONG))
+            stopping = asyncio.create_task(server.stop(HANG_S))
             await until(lambda: c._http is not None and not c._http.usable)  # it has said that it goes
             assert not stopping.done()
             await echo_of(stream, b"after")
             with pytest.raises(Disconnected, match="Connection refused"):  # a new connection is needed
-                await c.unary(UNARY, b"", LONG)
+                await c.unary(UNARY, b"", HANG_S)
             assert endpoint.connections == 1
             await stream.send(b"last", last=True)
             assert [await stream.receive() for _ in range(3)] == [b"last", b"end", None]
@@ -150,7 +150,7 @@ def test_a_lost_connection_loses_all_calls_and_the_next_makes_a_new_one() -> Non
                 assert "the connection was lost" in str(result)
             with pytest.raises(Disconnected):
                 await streams[0].send(b"x")
-            assert await c.unary(UNARY, b"new", LONG) == b"new"
+            assert await c.unary(UNARY, b"new", HANG_S) == b"new"
             assert endpoint.connections == 2
 
     run_with_deadline(work())
@@ -182,7 +182,7 @@ def test_drop_abandons_the_connection() -> None:
             c.drop_connection()
             with pytest.raises(Disconnected, match="given up here"):
                 await stream.receive()
-            assert await c.unary(UNARY, b"new", LONG) == b"new"
+            assert await c.unary(UNARY, b"new", HANG_S) == b"new"
             assert endpoint.connections == 2
             c.drop_connection()
             waiting = asyncio.create_task(c.stream(ECHO))
@@ -190,7 +190,7 @@ def test_drop_abandons_the_connection() -> None:
             c.drop_connection()
             with pytest.raises(Disconnected, match="given up here"):
                 await waiting
-            assert await c.unary(UNARY, b"newer", LONG) == b"newer"
+            assert await c.unary(UNARY, b"newer", HANG_S) == b"newer"
 
     run_with_deadline(work())
 
@@ -219,11 +219,11 @@ def test_a_connection_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def work() -> None:
         with pytest.raises(Disconnected, match=r"no connection within 0\.05 s"):
-            await Channel(forever, "nowhere:1").unary(UNARY, b"", LONG)
-        monkeypatch.setattr(channel_module, "CONNECT_TIMEOUT", LONG)
+            await Channel(forever, "nowhere:1").unary(UNARY, b"", HANG_S)
+        monkeypatch.setattr(channel_module, "CONNECT_TIMEOUT", HANG_S)
         async with scripted_server(mute=True) as (port, _), connected(port) as (c, _):
             with pytest.raises(Disconnected, match=r"no HTTP/2 within 0\.05 s"):
-                await c.unary(UNARY, b"", LONG)
+                await c.unary(UNARY, b"", HANG_S)
 
     run_with_deadline(work())
 
@@ -243,12 +243,12 @@ def test_nothing_is_left_behind() -> None:
 
     async def work() -> None:
         async with serving() as (port, _, server), connected(port) as (c, _):
-            abandoned = asyncio.create_task(c.unary(UNARY, b"", LONG))
+            abandoned = asyncio.create_task(c.unary(UNARY, b"", HANG_S))
             await asyncio.sleep(0)  # one turn of the loop: it connects now
             abandoned.cancel()
             await server.stop(None)
             with pytest.raises(Disconnected):  # what was lost has ended before
-                await c.unary(UNARY, b"", LONG)
+                await c.unary(UNARY, b"", HANG_S)
 
     run_with_deadline(work())
     gc.collect()

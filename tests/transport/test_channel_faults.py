@@ -9,8 +9,9 @@ import pytest
 
 from outrider.transport import message_reader
 from outrider.transport.status import Disconnected, Status
-from tests.support.grpc_server import ECHO, LONG, MANY, MEGABYTE, UNARY, connected, failure_of, run_with_deadline, until
+from tests.support.grpc_server import ECHO, MANY, MEGABYTE, UNARY, connected, failure_of, run_with_deadline, until
 from tests.support.http2_server import DONE, LIMIT, OK, ScriptedServer, scripted_server
+from tests.support.processes import HANG_S
 
 
 def _headers(*headers: tuple[bytes, bytes]) -> Callable[[ScriptedServer, int], None]:
@@ -59,7 +60,7 @@ def test_answers_that_are_no_success(
     async def work() -> None:
         async with scripted_server(script) as (port, made), connected(port) as (c, endpoint):
             for _ in range(2):  # the connection survives
-                failure = await failure_of(c.unary(UNARY, b"", LONG))
+                failure = await failure_of(c.unary(UNARY, b"", HANG_S))
                 assert failure.status is status
                 assert failure.details.startswith(details)
             assert (endpoint.connections, len(made)) == (1, 1)
@@ -79,7 +80,7 @@ def test_messages_are_found_wherever_frames_begin() -> None:
 
     async def work() -> None:
         async with scripted_server(script) as (port, _), connected(port) as (c, _):
-            assert [len(data) async for data in c.unary_stream(MANY, b"", LONG)] == list(range(10))
+            assert [len(data) async for data in c.unary_stream(MANY, b"", HANG_S)] == list(range(10))
 
     run_with_deadline(work())
 
@@ -94,8 +95,8 @@ def test_a_reset_loses_one_call() -> None:
 
         async with scripted_server(script) as (port, _), connected(port) as (c, endpoint):
             with pytest.raises(Disconnected, match="the stream was reset: REFUSED_STREAM"):
-                await c.unary(UNARY, b"", LONG)
-            assert await c.unary(UNARY, b"", LONG) == b"x"
+                await c.unary(UNARY, b"", HANG_S)
+            assert await c.unary(UNARY, b"", HANG_S) == b"x"
             assert endpoint.connections == 1
 
     run_with_deadline(work())
@@ -144,7 +145,7 @@ def test_a_server_that_breaks_the_protocol_is_left(data: bytes, reason: str) -> 
         async with scripted_server(script) as (port, _), connected(port) as (c, endpoint):
             for turn in range(2):
                 with pytest.raises(Disconnected) as caught:
-                    await c.unary(UNARY, b"", LONG)
+                    await c.unary(UNARY, b"", HANG_S)
                 assert str(caught.value).startswith(reason)
                 assert endpoint.connections == turn + 1
 
@@ -225,8 +226,8 @@ def test_streams_beyond_the_servers_limit_wait() -> None:
 
     async def work() -> None:
         async with scripted_server(script) as (port, _), connected(port) as (c, endpoint):
-            assert await c.unary(UNARY, b"", LONG) == b"x"  # the limit is known now
-            assert await asyncio.gather(*(c.unary(UNARY, b"", LONG) for _ in range(20))) == [b"x"] * 20
+            assert await c.unary(UNARY, b"", HANG_S) == b"x"  # the limit is known now
+            assert await asyncio.gather(*(c.unary(UNARY, b"", HANG_S) for _ in range(20))) == [b"x"] * 20
             assert (peak, endpoint.connections) == (LIMIT, 1)
 
     run_with_deadline(work())

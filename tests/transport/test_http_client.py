@@ -20,8 +20,8 @@ from outrider.transport.http_client import HttpClient
 from outrider.transport.status import Disconnected, UntrustedServer
 from outrider.transport.tls import ClientTls
 from tests.support.certificates import Authority
-from tests.support.grpc_server import LONG, MEGABYTE, run_with_deadline
-from tests.support.processes import until
+from tests.support.grpc_server import MEGABYTE, run_with_deadline
+from tests.support.processes import HANG_S, until
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -103,7 +103,7 @@ def test_bytes_are_those_that_the_server_sees() -> None:
     async def work() -> None:
         async with serving() as served, connected(served.port) as client:
             for size in (0, 10, 4 * MEGABYTE):
-                reply = await client.post("/x", bytes(size), LONG)
+                reply = await client.post("/x", bytes(size), HANG_S)
                 assert (reply.status, reply.content, reply.up) == (200, {"size": size}, size)
             assert (await client.get("/y")).content == {"size": 0}
             assert (client.endpoint.up, client.endpoint.down) == (served.received, served.sent)
@@ -115,7 +115,7 @@ def test_bytes_are_those_that_the_server_sees() -> None:
 def test_requests_at_once_have_connections_of_their_own() -> None:
     async def work() -> None:
         async with serving() as served, connected(served.port) as client:
-            await asyncio.gather(*(client.post("/x", bytes(n), LONG) for n in range(8)))
+            await asyncio.gather(*(client.post("/x", bytes(n), HANG_S) for n in range(8)))
             assert client.endpoint.connections == len(served.writers) > 1
             assert (client.endpoint.up, client.endpoint.down) == (served.received, served.sent)
 
@@ -126,7 +126,7 @@ def test_tls_is_counted_and_verified(authority: Authority, tmp_path: Path) -> No
     async def work() -> None:
         async with serving(context=server_context(authority)) as served:
             async with connected(served.port, ClientTls(authority.ca)) as client:
-                assert (await client.post("/x", bytes(2 * MEGABYTE), LONG)).content == {"size": 2 * MEGABYTE}
+                assert (await client.post("/x", bytes(2 * MEGABYTE), HANG_S)).content == {"size": 2 * MEGABYTE}
                 handshake = client.endpoint.up - served.received
                 assert 300 < handshake < 20_000
                 assert client.endpoint.down > served.sent + 500

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.cloud_server import serving
 from tests.support.fakes import HashRows, ScriptedEngine
+from tests.support.processes import HANG_S
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-SOON = 300.0  # s; only a hang takes that long
 
 SCRIPT = """
 import json, os, sys, warnings
@@ -60,7 +60,7 @@ verifier.disconnect()
 
 def forked(target: str, how: str) -> list[dict[str, object]]:
     command = [sys.executable, "-c", SCRIPT, target, how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -19,16 +19,15 @@ from outrider.verifiers.base import SessionParams
 from outrider.verifiers.llm_server import replicas
 from tests.support.fake_llm_server import Fault, Model, connect_servers, draft_engine, reference_result, target_engine
 from tests.support.fake_vllm import VllmServer
-from tests.support.processes import wait_until
+from tests.support.processes import HANG_S, wait_until
 
 pytestmark = pytest.mark.network
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 PROMPT = [20, 30, 40, 50]
 SOON = (("retry-after", "0.01"),)
-LONG = 300.0  # s; only a hang takes that long
 
-connect_patiently = partial(connect_servers, patience=LONG, deadline=LONG)
+connect_patiently = partial(connect_servers, patience=HANG_S, deadline=HANG_S)
 
 
 def generate_tokens(decoder: SpeculativeDecoder, prompt: Any = PROMPT, **options: Any) -> list[int]:
@@ -64,7 +63,7 @@ PASSING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PASSING)
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
 def test_transient_failures_are_retried(server: VllmServer, name: str, driver: Any) -> None:
-    with connect_patiently(server, deadline=1.0 if name == "slow" else LONG) as verifier:
+    with connect_patiently(server, deadline=1.0 if name == "slow" else HANG_S) as verifier:
         decoder = SpeculativeDecoder(draft_engine(), verifier, k=3, driver=driver)
         server.faults.append(Fault(GENERATE, skip=2, **PASSING[name]))
         assert generate_tokens(decoder) == reference_tokens(k=3)
@@ -227,7 +226,7 @@ def test_on_cloud_loss_fail_raises(server: VllmServer, driver: Any) -> None:
 def test_on_cloud_loss_edge_only_continues_without_the_server(
     server: VllmServer, driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_pair, "BRIEF_OUTAGE_S", LONG)  # the next generation asks the server again
+    monkeypatch.setattr(model_pair, "BRIEF_OUTAGE_S", HANG_S)  # the next generation asks the server again
     with connect_patiently(server, patience=0.3) as verifier:
         decoder = SpeculativeDecoder(draft_engine(), verifier, k=3, driver=driver, on_cloud_loss="edge-only")
         result = midway(decoder, server.stop)
@@ -259,7 +258,7 @@ def test_on_cloud_loss_wait_continues_after_the_restart(server: VllmServer, driv
 
 
 def test_a_server_that_is_not_there_yet(server: VllmServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_pair, "BRIEF_OUTAGE_S", LONG)  # the next generation asks the server again
+    monkeypatch.setattr(model_pair, "BRIEF_OUTAGE_S", HANG_S)  # the next generation asks the server again
     server.stop()
     with connect_patiently(server, patience=0.2) as verifier:
         with pytest.raises(CloudLost):

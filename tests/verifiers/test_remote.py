@@ -36,9 +36,7 @@ from outrider.verifiers.retry import Retryable
 from tests.support.cloud_server import Served, serving
 from tests.support.cloud_service import PROMPT, TARGET, V, target_output
 from tests.support.fakes import HashRows, ScriptedEngine
-from tests.support.processes import wait_until
-
-SOON = 300.0  # s; only a hang takes that long
+from tests.support.processes import HANG_S, wait_until
 
 
 def engine(rows: Any = TARGET, **options: Any) -> ScriptedEngine:
@@ -58,7 +56,7 @@ class Named(ScriptedEngine):
 
 
 def connect_remote(served: Served, **options: Any) -> RemoteVerifier:
-    verifier = connect(f"grpc://{served.address}", **{"patience": SOON, "deadline": SOON, **options})
+    verifier = connect(f"grpc://{served.address}", **{"patience": HANG_S, "deadline": HANG_S, **options})
     assert isinstance(verifier, RemoteVerifier)
     return verifier
 
@@ -260,7 +258,7 @@ def test_a_fault_of_the_cloud_is_not_passed_off_as_the_edges(caplog: pytest.LogC
 def test_after_draining_the_next_connection_is_used() -> None:
     """As behind a balancer: the next connection may lead to another server."""
     with serving(engine()) as old, LinkThread("127.0.0.1", old.port) as balancer:
-        cloud = connect(f"grpc://127.0.0.1:{balancer.port}", patience=SOON, deadline=SOON)
+        cloud = connect(f"grpc://127.0.0.1:{balancer.port}", patience=HANG_S, deadline=HANG_S)
         assert isinstance(cloud, RemoteVerifier)
         with cloud:
             a = target_output(6)
@@ -272,7 +270,7 @@ def test_after_draining_the_next_connection_is_used() -> None:
             answer = cloud.submit(other, Verify(1, 5, (), ()))
             wait_until(lambda: balancer.connections > before)
             old.service.draining = False
-            assert answer.result(SOON).next_token == a[0]
+            assert answer.result(HANG_S).next_token == a[0]
             assert cloud.verify(session, Verify(2, 7, (), a[2:3])).next_token == a[3], "those at work finish"
 
 
@@ -303,7 +301,7 @@ def test_verdicts_are_the_local_ones(served: Served) -> None:
         verdict = cloud.verify(session, Verify(2, 9, (), (a[4], (a[5] + 1) % V, 0)))
         assert (verdict.accepted, verdict.next_token) == (1, a[5])
         assert verdict == cloud.verify(session, Verify(2, 9, (), (a[4], (a[5] + 1) % V, 0))), "a repeat"
-        assert 0 <= verdict.queue_s + verdict.compute_s < SOON
+        assert 0 <= verdict.queue_s + verdict.compute_s < HANG_S
 
 
 def test_cloud_only_decoding_survives_a_restart(served: Served) -> None:
@@ -402,7 +400,7 @@ def say_ssh(client: socket.socket) -> None:
 
 def test_what_speaks_no_http2_is_no_cloud() -> None:
     with stranger(say_ssh) as address:
-        cloud = connect(address, patience=SOON)
+        cloud = connect(address, patience=HANG_S)
         assert isinstance(cloud, RemoteVerifier)
         with cloud, pytest.raises(CloudRefused, match=r"another protocol than gRPC, and began with .SSH-2\.0-O."):
             cloud.describe()
@@ -523,19 +521,19 @@ def test_a_verdict_that_answers_nothing_that_was_asked_is_refused(
 
 
 class Held(ScriptedEngine):
-    """Waits in a forward until it may go on."""
+    """An engine whose forwards wait for the event `go`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.go = threading.Event()
 
     def forward(self, slot: int, ids: Any, rows: int | None = None) -> Any:
-        assert self.go.wait(SOON)
+        assert self.go.wait(HANG_S)
         return super().forward(slot, ids, rows)
 
 
 def test_a_verdict_that_takes_longer_than_the_deadline_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each attempt gives up before it is there; what is repeated is waited for, and then answered from memory."""
+    """Attempts time out before the verdict exists. The repeated request awaits the same verdict."""
     held, resume, attempts = Held(TARGET, V), StreamHandler._resume, count(1)
 
     def resumed(*request: Any) -> Any:
@@ -544,7 +542,7 @@ def test_a_verdict_that_takes_longer_than_the_deadline_is_computed_once(monkeypa
         return resume(*request)
 
     monkeypatch.setattr(StreamHandler, "_resume", resumed)
-    with serving(held) as served, connect_remote(served, deadline=0.2, patience=SOON) as cloud:
+    with serving(held) as served, connect_remote(served, deadline=0.2, patience=HANG_S) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions())
         assert cloud.verify(session, Verify(1, 5, (), ())).next_token == target_output(1)[0]
         assert held.forwards == 1

@@ -257,13 +257,13 @@ def calibrate(
         The seed that the traces were decoded with. It also divides them between choosing the signal and setting its
         threshold.
     """
-    from outrider.cli.calibrate import describe_models, run_calibrate
+    from outrider.cli.calibrate import load_descriptions, run_calibrate
     from outrider.config import GenerationSettings
     from outrider.files import check_writable
 
     check_writable(out)
     settings = GenerationSettings.build(pair.decoding.settings() | {"seed": seed})
-    edge, cloud = describe_models(pair.models, pair.connection)
+    edge, cloud = load_descriptions(pair.models, pair.connection)
     return run_calibrate(
         traces, out, epsilon, k, edge, cloud, settings, loss=loss, audit=audit, seed=seed, json_output=pair.output.json
     )

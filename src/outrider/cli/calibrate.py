@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from outrider.cli.build import check_connection, connected, load_drafter
 from outrider.cli.options import Connection, Models
 from outrider.cli.terminal import borderless_table, print_json, print_message, stdout
-from outrider.config import GenerationSettings, Loss, ModelId
+from outrider.config import GenerationSettings, Loss
+from outrider.decoding.gate_file import ModelId
 from outrider.errors import SettingsError
 from outrider.planning.calibrate import AUDIT, Calibration, calibrate, write_gate_file
-from outrider.planning.provenance import Row, check_provenance, describe_pair
+from outrider.planning.provenance import Description, check_provenance, describe_pair
 from outrider.planning.traces import find_traces, read_traces
 
 HIGH_ESCALATION = 0.9  # share of blocks above which the gate saves too little for its risk
@@ -19,8 +22,8 @@ def run_calibrate(
     out: str,
     epsilon: float,
     k: int,
-    edge: Row,
-    cloud: Row,
+    edge: Description,
+    cloud: Description,
     settings: GenerationSettings,
     *,
     loss: Loss = "outputs",
@@ -30,18 +33,15 @@ def run_calibrate(
 ) -> int:
     """Find the gate, write it to `out` and print a summary.
 
-    traces: the file of the traces, or the directory of the run with it. edge, cloud: the models' descriptions
-    (`describe_pair`), with the settings those of these traces.
+    traces: the file of the traces, or the directory of the run with it. edge, cloud, settings: the pair
+    (`describe_pair`) and the settings that the traces were recorded with.
 
     Raises:
         SettingsError: the run.json next to the traces names another pair or other settings.
     """
     file = find_traces(traces)
     known = read_traces(file)
-    if not check_provenance(file, edge=edge, cloud=cloud, settings=settings):
-        print_message(
-            f"outrider: no run.json next to {file}: the gate file names the models and settings of this command"
-        )
+    check_traces(file, edge, cloud, settings)
     found = calibrate(
         known,
         epsilon=epsilon,
@@ -61,8 +61,18 @@ def run_calibrate(
     return 0
 
 
-def describe_models(models: Models, network: Connection = Connection()) -> tuple[Row, Row]:
-    """Describe edge and cloud for a gate file. Load the edge and a local cloud, and connect to another cloud.
+def check_traces(file: Path, edge: Description, cloud: Description, settings: GenerationSettings) -> None:
+    """Print a message if no run.json next to traces names their pair and settings.
+
+    Raises:
+        SettingsError: it names another pair or other settings.
+    """
+    if not check_provenance(file, edge=edge, cloud=cloud, settings=settings):
+        print_message(f"outrider: no run.json next to {file} names the pair and settings of its traces: not checked")
+
+
+def load_descriptions(models: Models, network: Connection = Connection()) -> tuple[Description, Description]:
+    """Load or connect to edge and cloud, and return their descriptions for a gate file.
 
     Raises:
         SettingsError: one of them is missing.
@@ -75,7 +85,7 @@ def describe_models(models: Models, network: Connection = Connection()) -> tuple
         return describe_pair(load_drafter(models), verifier)  # type: ignore[arg-type]
 
 
-def _model_id(description: Row) -> ModelId:
+def _model_id(description: Description) -> ModelId:
     return ModelId(description["name"], description["vocabulary"], description["quantization"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -39,9 +38,12 @@ def _block_length(type_: Any, tokens: Sequence[Token]) -> int | str:
 
 def parse_block_length(text: str) -> int | str:
     """Return a whole number, or "auto". Raise SettingsError for another text."""
-    with suppress(ValueError):
-        return text if text == "auto" else int(text)
-    raise SettingsError(f"k {quote(text)}: expected 1 to 64, or auto")
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise SettingsError(f"k {quote(text)}: expected 1 to 64, or auto") from None
 
 
 def _parse_grammar(spec: str) -> Grammar:

@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Group, Parameter
@@ -20,14 +19,12 @@ from outrider.files import check_writable, write_file
 
 if TYPE_CHECKING:
     from outrider.decoding.gate import Gate
-    from outrider.engines.base import Engine
     from outrider.netem.conditions import Conditions
     from outrider.planning.costs import StepCosts
     from outrider.planning.planner import Goal, Option, PlainDecoding, Ranking
     from outrider.planning.simulator import Summary
     from outrider.planning.sweep import Row
     from outrider.planning.traces import Trace
-    from outrider.verifiers.base import Verifier
 
 PAIR = Group("Measurements", sort_key=0)
 Drivers = Literal["sequential", "pipelined"]
@@ -144,9 +141,11 @@ def _cloud_alone(traces: Sequence[Trace], costs: StepCosts, nets: Sequence[Condi
 def _measure(measured: Measured, pair: Measurement) -> tuple[list[Trace], StepCosts]:
     """Return the pair's traces and times."""
     from outrider.cli.build import check_connection, connected, enable_gc, load_drafter
+    from outrider.cli.calibrate import check_traces
     from outrider.cli.terminal import configure_logging
     from outrider.evals.manifest import load_set
     from outrider.evals.modes import item_prompt
+    from outrider.planning.provenance import describe_pair
     from outrider.planning.timing import measure_costs
     from outrider.planning.trace_recorder import record
     from outrider.planning.traces import find_traces, read_traces
@@ -165,22 +164,12 @@ def _measure(measured: Measured, pair: Measurement) -> tuple[list[Trace], StepCo
         draft = load_drafter(models)
         enable_gc()
         if file is not None:
-            _check_traces(file, draft, verifier, settings)  # type: ignore[arg-type]
+            check_traces(file, *describe_pair(draft, verifier), settings)  # type: ignore[arg-type]
         prompts = [item_prompt(item) for item in items]
         costs = measure_costs(draft, verifier, prompts[:3], settings)  # type: ignore[arg-type]
         names = [item.id for item in items]
         found = known or list(record(draft, verifier, prompts, settings, names))  # type: ignore[arg-type]
     return found, costs
-
-
-def _check_traces(file: Path, draft: Engine, verifier: Verifier, settings: GenerationSettings) -> None:
-    """Raise SettingsError if the run.json next to traces names another pair or other settings."""
-    from outrider.cli.terminal import print_message
-    from outrider.planning.provenance import check_provenance, describe_pair
-
-    edge, cloud = describe_pair(draft, verifier)
-    if not check_provenance(file, edge=edge, cloud=cloud, settings=settings):
-        print_message(f"outrider: no run.json next to {file}: its traces count as those of this pair and these options")
 
 
 # Output -----------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from outrider.config import PER_REQUEST_SETTING, REPORT_SETTING, GateFile, GenerationSettings, Scope
+from outrider.config import PER_REQUEST_SETTING, REPORT_SETTING, GenerationSettings, Scope
 from outrider.decoding.gate import MAX_UNREPAIRED, SIGNAL_NAMES, Decision, Signals, Threshold
+from outrider.decoding.gate_file import GateFile
 from outrider.decoding.loop_detection import DEFAULT_RULE, LoopRule
 from outrider.errors import quote
 from outrider.sampling.sampler import uniforms

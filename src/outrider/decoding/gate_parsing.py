@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from outrider.config import read_gate_file
 from outrider.decoding.calibrated_gate import NO_MEAN_GATE, Calibrated
 from outrider.decoding.gate import SIGNAL_NAMES, Always, AnyOf, Gate, Never, Threshold, Trigger
+from outrider.decoding.gate_file import read_gate_file
 from outrider.errors import DataError, SettingsError, quote
 
 

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from outrider.errors import ModelError
+from outrider.errors import ModelError, quote
 
 WEIGHTS_FILE, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 TASKS = "outrider_tasks"  # of config.json: the tasks that the checkpoint was trained for; without it, any
@@ -195,7 +195,7 @@ def _check_sizes(config: Mapping[str, object], shapes: list[tuple[int, ...]], na
     numbers = sum(math.prod(shape) for shape in shapes)
     for key, value in _walk_fields(config):
         if key in _POSITIVE_FIELDS and value is not None and (type(value) is not int or value < 1):
-            raise ModelError(f"{name}: config.json: {key} is {value!r}: expected a whole number from 1")
+            raise ModelError(f"{name}: config.json: {key} is {quote(value)}: expected a whole number from 1")
         if type(value) is not int:
             continue
         limit = len(shapes) if _LAYER_FIELDS.search(key) else numbers if _SIZE_FIELDS.search(key) else 2**63

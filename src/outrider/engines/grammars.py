@@ -140,7 +140,8 @@ def _describe(reason: str) -> str:
     line = line.partition("failed to compile JSON schema: ")[2] or line
     if line.startswith("Unable to determine if regex is empty"):
         return (
-            "too complex together: format, pattern, maxLength: begin the pattern with ^ and avoid ., or leave one out"
+            "format, pattern and maxLength are too complex together: leave one out, or begin the pattern with ^ and "
+            "replace each . by a character class"
         )
     if line.startswith("oneOf constraints"):
         return "oneOf is supported only if no value matches two of its schemas: use anyOf"

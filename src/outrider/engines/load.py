@@ -62,7 +62,7 @@ def load_engine(
         tokenizer, extractor: instead of the checkpoint's own. A loaded model has none.
         dtype: float32, bfloat16, float16, or auto: float32 on a CPU and the checkpoint's own on a GPU.
         device: a torch device such as cpu or cuda:1, or auto: cuda if available (cpu for a `.gguf` file).
-        quantization: int8 or int4 rounds the weights of the language model's linear layers to 8 or 4.5 bits, which
+        quantization: int8 or int4 rounds the weights of the language model's linear layers to 8 or 4 bits, which
             makes it another model than the checkpoint's. None: the weights are those of the checkpoint.
         kv_cache_dtype: fp8 stores keys and values as float8_e4m3fn and computes with them in the model's dtype, which
             changes the output as well, and makes near ties possible in float32. auto: the model's dtype.
@@ -188,7 +188,7 @@ def resolve_path(name: str) -> str:
 
 
 def _to_path(name: str) -> Path:
-    """Return the path of a name. Raise ModelError if no file can have it, because it is too long."""
+    """Return a name as a path. Raise ModelError if it is too long for the file system."""
     path = Path(name).expanduser()
     try:
         path.exists()

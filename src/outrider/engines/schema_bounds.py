@@ -1,14 +1,14 @@
-"""Bounds of numbers that llguidance's grammars do not keep.
+"""Bounds of numbers that llguidance does not enforce.
 
-Between a whole bound and the next whole number, llguidance ignores that the bound is exclusive: above 0 and up to 0.5,
-it allows 0. Schemas that apply to one value together give their strictest bounds.
+llguidance treats a whole exclusive bound as inclusive if the opposite bound is less than 1 away: for numbers above 0
+and up to 0.5 it allows 0. The opposite bound may be in another schema that applies to the same value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from outrider.engines.schema_parts import ANNOTATIONS, CHOICES, Schema, SchemaParts, list_in, types_of
+from outrider.engines.schema_parts import CHOICES, CONSTRAINTS, Schema, SchemaParts, list_in, types_of
 from outrider.numeric import is_number
 
 _SIDES = (
@@ -16,11 +16,11 @@ _SIDES = (
     ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
 )
 _JOINING = ("$ref", *CHOICES)  # keywords whose schemas apply together with those beside them
-_FORMAT = {"pattern"}  # keywords of the schemas that formats add
+_PATTERN_ONLY = {"pattern"}  # the keywords of a schema that `add_patterns` adds
 
 
 def find_ignored_bound(parts: SchemaParts) -> tuple[Schema, str] | None:
-    """Return a part and its keyword of an exclusive bound that a grammar would ignore, or None."""
+    """Return an exclusive bound that llguidance would ignore, as its part and keyword, or None."""
     groups: list[Iterable[Schema]] = [[part] for part in parts]
     if any(map(_is_joined, parts)):  # any two parts may apply to the same value
         groups.append(parts)
@@ -29,8 +29,8 @@ def find_ignored_bound(parts: SchemaParts) -> tuple[Schema, str] | None:
 
 def _is_joined(part: Schema) -> bool:
     """Return whether other schemas apply to a part's values together with its own keywords."""
-    others = part.keys() - {"type", "format"} - ANNOTATIONS
-    conjuncts = [each for each in list_in(part, "allOf") if not (isinstance(each, dict) and each.keys() == _FORMAT)]
+    others = part.keys() & CONSTRAINTS - {"type", "format"}
+    conjuncts = [each for each in list_in(part, "allOf") if isinstance(each, dict) and each.keys() != _PATTERN_ONLY]
     return bool(conjuncts) or any(key in others and len(others) > 1 for key in _JOINING)
 
 

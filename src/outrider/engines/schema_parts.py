@@ -17,6 +17,15 @@ CHOICES: Final = ("anyOf", "oneOf")
 SUBSCHEMA_LISTS: Final = (*CHOICES, "allOf", "prefixItems", "items")
 CONTAINERS: Final = frozenset({"object", "array"})
 TYPES: Final = CONTAINERS | {"null", "boolean", "number", "integer", "string"}
+# Keywords that constrain values. llguidance refuses some of them by name.
+CONSTRAINTS: Final = frozenset({
+    "$ref", "$dynamicRef", "$recursiveRef", "type", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "then",
+    "else", "properties", "patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties",
+    "dependentSchemas", "dependentRequired", "dependencies", "required", "minProperties", "maxProperties", "items",
+    "prefixItems", "additionalItems", "unevaluatedItems", "contains", "minContains", "maxContains", "minItems",
+    "maxItems", "uniqueItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
+    "exclusiveMaximum", "multipleOf",
+})  # fmt: skip
 # Keywords that do not constrain values.
 ANNOTATIONS: Final = frozenset({
     "$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "$comment", "$defs",

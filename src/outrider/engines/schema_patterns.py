@@ -1,7 +1,7 @@
-"""Patterns of JSON schemas, which are expressions of ECMA 262, in the syntax of Rust, which llguidance reads.
+"""Translation of patterns in JSON schemas from ECMA 262 to Rust's syntax, which llguidance reads.
 
-llguidance itself makes `\\d` and `\\w` those of ASCII. Here the rest is translated: `.`, `\\s`, and character classes,
-in which Rust reads `[`, `&&`, `--` and `~~` as operators.
+llguidance reads `\\d` and `\\w` as ASCII, like ECMA 262. Translated are `.`, `\\s`, `\\S` and character classes, in
+which Rust reads `[`, `&&`, `--` and `~~` as operators.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def translate(pattern: str) -> str:
 
 
 def _translate_keys(named: Schema) -> Iterator[tuple[str, object]]:
-    """Yield pairs of translated patterns and their values. Equal patterns get different spellings."""
+    """Yield pairs of translated patterns and their values.
+
+    Equal patterns get different spellings, so that no value is lost.
+    """
     found: set[str] = set()
     for pattern, value in named.items():
         key = translate(pattern)

@@ -1,7 +1,8 @@
 """JSON schemas of structured output: their translation for llguidance, and checks that llguidance lacks.
 
-A schema is refused if llguidance's grammar differs from it: if repeated keys could fulfil `minProperties`, although a
-parser merges them, or if the grammar allows the beginning of a value that can never be completed.
+A schema is refused if llguidance would replace its values or ignore a bound, if repeated keys could fulfil
+`minProperties`, although a parser merges them, or if the grammar allows the beginning of a value that can never be
+completed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from typing import Any, Final
 
 from outrider.engines.schema_bounds import find_ignored_bound
 from outrider.engines.schema_formats import add_patterns
-from outrider.engines.schema_parts import ANNOTATIONS, Schema, SchemaParts, dict_in, list_in, required_keys, types_of
+from outrider.engines.schema_parts import (
+    ANNOTATIONS,
+    CONSTRAINTS,
+    Schema,
+    SchemaParts,
+    dict_in,
+    list_in,
+    required_keys,
+    types_of,
+)
 from outrider.engines.schema_patterns import translate_patterns
 from outrider.engines.schema_recursion import find_infinite
 from outrider.errors import GrammarError, quote
@@ -31,15 +41,6 @@ MAX_INTEGER: Final = 2**53  # beyond it, llguidance rounds
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 INCLUSIVE: Final = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
 LAYOUT_OPTIONS: Final = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
-# Keywords that constrain values. llguidance refuses some of them by name.
-CONSTRAINTS: Final = frozenset({
-    "$ref", "$dynamicRef", "$recursiveRef", "type", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "then",
-    "else", "properties", "patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties",
-    "dependentSchemas", "dependentRequired", "dependencies", "required", "minProperties", "maxProperties", "items",
-    "prefixItems", "additionalItems", "unevaluatedItems", "contains", "minContains", "maxContains", "minItems",
-    "maxItems", "uniqueItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
-    "exclusiveMaximum", "multipleOf",
-})  # fmt: skip
 COUNTS: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 # Values that constrain nothing, of keywords that llguidance refuses.
 NO_CONSTRAINT: Final[dict[str, tuple[Any, ...]]] = {
@@ -122,7 +123,7 @@ def check_schema(schema: Schema) -> None:
     if ignored is not None:
         part, key = ignored
         raise GrammarError(
-            f"{key} cannot be enforced together with a bound that is less than 1 away: give {INCLUSIVE[key]}",
+            f"{key} cannot be enforced, because the opposite bound is less than 1 away: give {INCLUSIVE[key]} instead",
             f"{parts.place(part)}.{key}".lstrip("."),
         )
     infinite = find_infinite(parts)
@@ -177,9 +178,9 @@ def _replaced_values(part: Schema) -> Iterator[tuple[str, str]]:
                 yield key, "integers beyond ±2^53 cannot be enforced"
     for key in BOUNDS:
         bound = part.get(key)
-        limit = MAX_INTEGER - 1 if key in INCLUSIVE else MAX_INTEGER  # an exclusive bound is moved by 1
-        if isinstance(bound, int | float) and abs(bound) > limit:
-            yield key, "bounds beyond ±2^53 cannot be enforced: leave it out"
+        limit, text = (MAX_INTEGER - 1, "±(2^53 − 1)") if key in INCLUSIVE else (MAX_INTEGER, "±2^53")
+        if isinstance(bound, int | float) and abs(bound) > limit:  # llguidance moves an exclusive bound by 1
+            yield key, f"a bound beyond {text} cannot be enforced: leave it out"
     for key, patterns in (
         ("pattern", [part.get("pattern")]),
         ("patternProperties", dict_in(part, "patternProperties")),

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.engines.locking import get_lock
-from outrider.errors import ModelError
+from outrider.errors import ModelError, quote
 from outrider.numeric import is_integer
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def check_eos_ids(name: str, ids: tuple[Any, ...], row_count: int, source: str) 
     for token in ids:
         if not is_integer(token) or token < 0:
             raise ModelError(
-                f"{name}: eos_token_id {token!r} of its {source} is not a token id: expected an integer, 0 or more"
+                f"{name}: eos_token_id {quote(token)} of its {source} is not a token id: expected an integer, 0 or more"
             )
     return tuple(token for token in ids if token < row_count)
 

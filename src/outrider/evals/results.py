@@ -305,6 +305,6 @@ def _distinct(rows: tuple[Keyed, ...], path: Path) -> tuple[Keyed, ...]:
     for row in rows:
         key = (row.id, row.mode)
         if key in seen:
-            raise DataError(f"{path}: item {key[0]!r} has two lines of mode {key[1]!r}")
+            raise DataError(f"{path}: item {quote(key[0])} has two lines of mode {quote(key[1])}")
         seen.add(key)
     return rows

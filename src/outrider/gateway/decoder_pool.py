@@ -16,7 +16,7 @@ from outrider.edge.prompt_reader import needs_translation
 from outrider.engines.base import Engine
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.engines.shared_engine import share
-from outrider.errors import CloudError, SettingsError
+from outrider.errors import CloudError, SettingsError, quote
 from outrider.netem.conditions import parse_conditions
 from outrider.verifiers.base import Connectable, Verifier, disconnect
 from outrider.verifiers.local import LocalVerifier, describe
@@ -226,7 +226,7 @@ class DecoderPool:
     def _open_verifier(self, net: str, cloud: Callable[[str], Verifier]) -> Verifier:
         verifier = cloud("none" if net == CUT else net)
         if isinstance(verifier, LocalVerifier) and net != "none":
-            raise SettingsError(f"net {net!r}: the cloud runs in this process, without a network to emulate")
+            raise SettingsError(f"net {quote(net)}: the cloud runs in this process, without a network to emulate")
         if isinstance(verifier, LocalVerifier):
             return LocalVerifier(share(verifier.engine))
         if net == CUT:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from outrider.config import SEED_LIMIT
+from outrider.errors import quote
 from outrider.gateway.decoder_pool import RequestOptions
 from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import JsonObject, RequestError
@@ -120,7 +121,7 @@ def validate(kind: type[M], data: JsonObject) -> M:
     model = getattr(request, "model", MODEL)
     if model not in (MODEL, None):
         raise RequestError(
-            f"no such model: {model!r}: use {MODEL!r}", param="model", code="model_not_found", status=404
+            f"no such model: {quote(model)}: use {MODEL!r}", param="model", code="model_not_found", status=404
         )
     return request
 

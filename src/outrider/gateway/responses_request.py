@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from outrider.errors import quote
 from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import JsonObject, RequestError
 from outrider.gateway.request_kind import Output, RequestKind
@@ -151,7 +152,7 @@ def _check_call_ids(items: Sequence[Item]) -> None:
         if isinstance(item, FunctionCallItem):
             if item.call_id in seen:
                 field = f"input.{number}.call_id"
-                raise RequestError(f"{field}: a second call with the id {item.call_id!r}", param=field)
+                raise RequestError(f"{field}: a second call with the id {quote(item.call_id)}", param=field)
             seen.add(item.call_id)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Final
 
+from outrider.errors import quote
 from outrider.gateway.errors import JsonObject, RequestError
 from outrider.gateway.request_schema import Message
 from outrider.gateway.tool_call_scanner import load_json
@@ -65,7 +66,7 @@ def _read_calls(at: int, message: Message) -> dict[str, str]:
     for number, call in enumerate(message.tool_calls or ()):
         field = f"messages.{at}.tool_calls.{number}.id"
         if call.id in calls:
-            raise RequestError(f"{field}: a second call with the id {call.id!r}", param=field, code=_INVALID)
+            raise RequestError(f"{field}: a second call with the id {quote(call.id)}", param=field, code=_INVALID)
         calls[call.id] = field
     return calls
 
@@ -75,9 +76,9 @@ def _take_result(field: str, call_id: str, calls: dict[str, str], pending: dict[
     if pending.pop(call_id, None) is not None:
         return
     reason = "a second result for the call" if call_id in calls else "no call directly before it has the id"
-    raise RequestError(f"{field}: {reason} {call_id!r}", param=field, code=_INVALID)
+    raise RequestError(f"{field}: {reason} {quote(call_id)}", param=field, code=_INVALID)
 
 
 def _check_none_pending(pending: dict[str, str]) -> None:
     for call_id, field in pending.items():
-        raise RequestError(f"{field}: no result follows for the call {call_id!r}", param=field, code=_INVALID)
+        raise RequestError(f"{field}: no result follows for the call {quote(call_id)}", param=field, code=_INVALID)

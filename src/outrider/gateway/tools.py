@@ -12,7 +12,7 @@ from outrider.config import Grammar
 from outrider.decoding.events import StreamEvent
 from outrider.decoding.result import Result
 from outrider.decoding.stopping import FinishReason
-from outrider.errors import PromptError, SettingsError
+from outrider.errors import PromptError, SettingsError, quote
 from outrider.gateway.errors import JsonObject, RequestError
 from outrider.gateway.request_schema import ChatRequest, JsonObjectFormat, JsonSchemaFormat, NamedToolChoice
 from outrider.gateway.tool_grammar import call_grammar
@@ -177,7 +177,7 @@ def read_tools(request: ChatRequest, support: ToolSupport | str) -> RequestedToo
         if name in names[:number]:
             raise RequestError(f"tools.{number}: duplicate tool name {name}", param=f"tools.{number}")
     if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
-        raise RequestError(f"tool_choice: there is no tool {choice.function.name!r}", param="tool_choice")
+        raise RequestError(f"tool_choice: there is no tool {quote(choice.function.name)}", param="tool_choice")
     answer, answer_field = _read_answer(request, support) if choice == "auto" else (None, "")
     enforced: tuple[int, ...] = ()
     if isinstance(choice, NamedToolChoice):

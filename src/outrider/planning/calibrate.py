@@ -41,10 +41,11 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.config import GateFile, GenerationSettings, Loss, ModelId, SignalFit, check_choice
+from outrider.config import GenerationSettings, Loss, check_choice
 from outrider.decoding.calibrated_gate import NO_MEAN_GATE
 from outrider.decoding.draft_length import parse_draft_length
 from outrider.decoding.gate import SIGNAL_NAMES, SignalName, Threshold
+from outrider.decoding.gate_file import GateFile, ModelId, SignalFit
 from outrider.errors import DataError, SettingsError, quote
 from outrider.files import write_file
 from outrider.planning.blocks import SIGNAL_GRID, BlockTable, build_blocks, replay, worst_losses

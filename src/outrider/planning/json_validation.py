@@ -49,7 +49,7 @@ def share(value: Any, name: str) -> float:
 def whole_number(value: Any, name: str) -> int:
     """Return an integer from 0 to 2^63 − 1."""
     if not is_integer(value) or not 0 <= value < 2**63:
-        raise DataError(f"{name}: expected whole numbers, 0 or more and below 2^63, not {quote(value)}")
+        raise DataError(f"{name}: expected whole numbers from 0 to 2^63 − 1, not {quote(value)}")
     return int(value)
 
 

@@ -1,4 +1,4 @@
-"""The origin of traces: the run.json beside them, compared with the models and settings of a command."""
+"""Provenance of traces: compare the run.json next to them with a command's models and settings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from outrider.verifiers.local import LocalVerifier
 
 MISSING = object()
 Key = tuple[str, ...]
-Row = dict[str, Any]
+Description = dict[str, Any]
 
 
 # Descriptions -----------------------------------------------------------------------------------------------
 
 
-def describe_engine(engine: Engine) -> Row:
+def describe_engine(engine: Engine) -> Description:
     """Describe an engine: identity of its weights and vocabulary, dtype, quantisation and device."""
     return {
         "name": engine.name,
@@ -37,12 +37,12 @@ def describe_engine(engine: Engine) -> Row:
     }
 
 
-def describe_remote(model: ModelInfo) -> Row:
+def describe_remote(model: ModelInfo) -> Description:
     """Describe a model across a network, as far as it is known."""
     return {"name": model.name, "vocabulary": model.fingerprint, "quantization": model.quantization}
 
 
-def describe_pair(draft: Engine, verifier: Verifier) -> tuple[Row, Row]:
+def describe_pair(draft: Engine, verifier: Verifier) -> tuple[Description, Description]:
     """Describe edge and cloud as run.json does.
 
     Raises:
@@ -57,11 +57,11 @@ def describe_pair(draft: Engine, verifier: Verifier) -> tuple[Row, Row]:
 # Comparison -------------------------------------------------------------------------------------------------
 
 
-def check_provenance(traces: Path, *, edge: Row, cloud: Row, settings: GenerationSettings) -> bool:
-    """Return whether a run.json beside the traces confirms their models and settings, False if it has none of them.
+def check_provenance(traces: Path, *, edge: Description, cloud: Description, settings: GenerationSettings) -> bool:
+    """Compare the run.json next to traces with a command's models and settings. Return False if it records neither.
 
-    edge, cloud: the models' descriptions (`describe_pair`). Fields that they or run.json lack are not compared. The
-    device is not compared either, nor is k, because traces are of single tokens.
+    edge, cloud: the models' descriptions (`describe_pair`). Fields that either side lacks are not compared, nor are the
+    device and k: a trace holds single tokens.
 
     Raises:
         SettingsError: a field differs. The message names it with both values.
@@ -82,13 +82,13 @@ def check_provenance(traces: Path, *, edge: Row, cloud: Row, settings: Generatio
     return any(found is not MISSING for _, found, _ in comparisons)
 
 
-def _expected_fields(edge: Row, cloud: Row, settings: GenerationSettings) -> Iterator[tuple[Key, Any]]:
+def _expected_fields(edge: Description, cloud: Description, settings: GenerationSettings) -> Iterator[tuple[Key, Any]]:
     """Yield the values of the command with their paths in run.json's configuration."""
     for side, model in (("edge", edge), ("cloud", cloud)):
-        known = {
-            name: value for name, value in model.items() if name != "device" and (name, value) != ("identity", None)
-        }
-        yield from ((("models", side, name), value) for name, value in known.items())
+        for name, value in model.items():
+            is_unknown = name == "identity" and value is None
+            if name != "device" and not is_unknown:
+                yield ("models", side, name), value
     given = json.loads(json.dumps(asdict(settings)))
     yield from ((("generation", name), given[name]) for name in calibrated_settings(settings))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.decoding.gate import SIGNAL_NAMES, Signals
-from outrider.errors import DataError
+from outrider.errors import DataError, quote
 from outrider.planning.json_validation import entries, number, required, rows, whole_number
 
 UPPER_BOUNDS = {"margin": 1.0, "maxprob": 1.0}  # the other signals are unbounded, and none is below 0
@@ -44,7 +44,8 @@ class Trace:
         lengths = {len(self.target), len(self.draft), len(self.signals)}
         if lengths == {0} or len(lengths) > 1:
             raise DataError(
-                f"trace {self.id!r}: {len(self.target)} targets, {len(self.draft)} drafts, {len(self.signals)} signals"
+                f"trace {quote(self.id)}: {len(self.target)} targets, {len(self.draft)} drafts, "
+                f"{len(self.signals)} signals"
             )
 
     @property
@@ -89,7 +90,7 @@ def _signal(value: Any, name: str) -> float:
 
 
 def find_traces(path: str) -> Path:
-    """Return the file of traces: the path itself, or that in the directory of a run."""
+    """Return the path of the traces file. path: the file, or the directory of its run."""
     return Path(path, "traces.jsonl") if Path(path).is_dir() else Path(path)
 
 
@@ -102,5 +103,5 @@ def read_traces(path: Path) -> list[Trace]:
     traces = rows(path, Trace.from_json)
     repeated = [name for name, times in Counter(trace.id for trace in traces).items() if times > 1]
     if repeated:  # copies are not exchangeable, as risk control requires
-        raise DataError(f"{path}: several traces have the id {repeated[0]!r}")
+        raise DataError(f"{path}: several traces have the id {quote(repeated[0])}")
     return list(traces)

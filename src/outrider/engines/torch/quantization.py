@@ -55,11 +55,12 @@ class Int8Linear(QuantizedLinear):
 
 
 class Int4Linear(QuantizedLinear):
-    """A linear layer with 4.5 bits per weight, W = steps·scale in groups of 32 along a row: ggml's Q4_0.
+    """A linear layer with 4 bits per weight and one scale per 32 weights of a row, W = 16·level·scale.
 
-    weight: int8 [out, in / 2], in rounded up to whole groups. The low nibbles are the first half of a row, the high
-    ones the second, each a step of -8 to 7. scale: bfloat16 [out, groups], a sixteenth of a step. The weight that is
-    furthest from 0 is -8 steps from it, so that each of the 16 values is used.
+    This is the rounding of ggml's Q4_0. weight: int8 [out, in / 2], `in` rounded up to whole groups of 32. The low
+    nibbles hold the levels (-8 to 7) of the first half of a row, the high nibbles those of the second half. scale:
+    bfloat16 [out, groups], a sixteenth of the distance between two levels. It is signed, so that the weight of the
+    largest magnitude has level -8.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -68,21 +69,21 @@ class Int4Linear(QuantizedLinear):
         weight = nn.functional.pad(linear.weight.detach().float(), (0, -self.in_features % GROUP))
         groups = weight.view(linear.out_features, -1, GROUP)
         furthest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-        step = (furthest / -8).bfloat16()
-        step[step == 0] = 1  # of a group of zeros
-        steps = (groups / step.float()).round_().clamp_(-8, 7).to(torch.int8)
-        low, high = steps.flatten(1).chunk(2, 1)
+        distance = (furthest / -8).bfloat16()
+        distance[distance == 0] = 1  # in a group of zeros
+        levels = (groups / distance.float()).round_().clamp_(-8, 7).to(torch.int8)
+        low, high = levels.flatten(1).chunk(2, 1)
         self.weight = _constant(low & 15 | high << 4)
-        self.scale = _constant(step.squeeze(2) / 16)
+        self.scale = _constant(distance.squeeze(2) / 16)
         self.bias = linear.bias
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        sixteenths = torch.cat((self.weight << 4, self.weight & -16), 1)  # steps·16: one shift instead of three
+        sixteenths = torch.cat((self.weight << 4, self.weight & -16), 1)  # levels·16: one shift instead of three
         groups = sixteenths.to(dtype).view(len(self.weight), -1, GROUP)
         return groups.mul_(self.scale[..., None].to(dtype)).flatten(1)[:, : self.in_features]
 
 
-LAYERS: Final[dict[str, type[QuantizedLinear]]] = {"int8": Int8Linear, "int4": Int4Linear}
+QUANTIZED_LAYERS: Final[dict[str, type[QuantizedLinear]]] = {"int8": Int8Linear, "int4": Int4Linear}
 
 
 def quantize(model: Any, name: str, quantization: str) -> None:
@@ -100,13 +101,13 @@ def quantize(model: Any, name: str, quantization: str) -> None:
     for owner in list(decoder.modules()):
         for child_name, child in list(owner.named_children()):
             if type(child) is nn.Linear and child is not head:
-                setattr(owner, child_name, LAYERS[quantization](child))
+                setattr(owner, child_name, QUANTIZED_LAYERS[quantization](child))
 
 
 def find_quantization(model: nn.Module, *, fp8_cache: bool = False) -> str | None:
     """Return what makes a model another one than its checkpoint, such as "int8, fp8 KV cache", or None."""
     kinds = {type(module) for module in model.modules()}
-    found = [name for name, layer in LAYERS.items() if layer in kinds] + ["fp8 KV cache"] * fp8_cache
+    found = [name for name, layer in QUANTIZED_LAYERS.items() if layer in kinds] + ["fp8 KV cache"] * fp8_cache
     return ", ".join(found) or None
 
 
