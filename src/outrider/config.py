@@ -129,16 +129,12 @@ class GenerationSettings:
         _require(
             not self.repetition_window or penalty != 1, "repetition_window needs a repetition_penalty other than 1"
         )
-        _require(
-            self.sentences is None or (is_integer(self.sentences) and 1 <= self.sentences < COUNT_LIMIT),
-            "sentences is a whole number from 1 to 2^32 − 1",
-        )
+        good = self.sentences is None or (is_integer(self.sentences) and 1 <= self.sentences < COUNT_LIMIT)
+        _require(good, "sentences is a whole number from 1 to 2^32 − 1")
         good = self.logprobs is None or (is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_TOP_LOGPROBS)
         _require(good, f"logprobs is a whole number from 0 to {MAX_TOP_LOGPROBS}, not {quote(self.logprobs)}")
-        _require(
-            self.grammar is None or isinstance(self.grammar, Grammar),
-            f"grammar is a Grammar, not {quote(self.grammar)}",
-        )
+        good = self.grammar is None or isinstance(self.grammar, Grammar)
+        _require(good, f"grammar is a Grammar, not {quote(self.grammar)}")
         _require(self.grammar is None or not self.ignore_eos, "grammar ends the output with EOS: leave out ignore_eos")
         self._check_texts()
 

@@ -25,11 +25,16 @@ def tokens(proposals: list[Proposal]) -> list[int]:
 
 
 def test_a_block_misses_the_rest_of_k_within_the_room() -> None:
-    assert buffer().missing(20, 0) == 3
-    assert buffer(1).missing(20, 0) == 2
-    assert buffer(1).missing(1, 0) == 1
-    assert buffer(1).missing(0, 0) == buffer(1, EOS).missing(20, 0) == buffer(1, 2, 3).missing(20, 0) == 0
-    assert DraftBuffer(None, (EOS,)).missing(20, 0) == 0
+    assert buffer().missing(20, 0).number == 3
+    assert buffer(1).missing(20, 0).number == 2
+    assert buffer(1).missing(1, 0).number == 1
+    assert (
+        buffer(1).missing(0, 0).number
+        == buffer(1, EOS).missing(20, 0).number
+        == buffer(1, 2, 3).missing(20, 0).number
+        == 0
+    )
+    assert DraftBuffer(None, (EOS,)).missing(20, 0).number == 0
 
 
 @pytest.mark.parametrize(("awaits_verdict", "pending"), [(True, [1, 2, 3]), (False, [])])

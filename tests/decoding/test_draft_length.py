@@ -29,7 +29,7 @@ def sure(*probabilities: float) -> list[float]:
 
 @pytest.mark.parametrize("drafted", [0, 1, 4, 5])
 def test_fixed_k_asks_for_what_is_missing(drafted: int) -> None:
-    assert FixedDraftLength(5).tokens_to_draft(drafted, []) == 5 - drafted
+    assert FixedDraftLength(5).tokens_to_draft(drafted, []).number == 5 - drafted
 
 
 @pytest.mark.parametrize(
@@ -38,17 +38,18 @@ def test_fixed_k_asks_for_what_is_missing(drafted: int) -> None:
 )
 def test_the_product_of_the_chances_decides(probabilities: tuple[float, ...], more: int) -> None:
     assert (
-        ConfidenceStop(max_tokens=8, min_survival=0.5).tokens_to_draft(len(probabilities), sure(*probabilities)) == more
+        ConfidenceStop(max_tokens=8, min_survival=0.5).tokens_to_draft(len(probabilities), sure(*probabilities)).number
+        == more
     )
 
 
 def test_the_cap_bounds_a_sure_drafter() -> None:
     stop = ConfidenceStop(max_tokens=3, min_survival=0.1)
-    assert [stop.tokens_to_draft(n, sure(*[1.0] * n)) for n in range(5)] == [1, 1, 1, 0, 0]
+    assert [stop.tokens_to_draft(n, sure(*[1.0] * n)).number for n in range(5)] == [1, 1, 1, 0, 0]
 
 
 def test_an_impossible_token_ends_the_block() -> None:
-    assert ConfidenceStop().tokens_to_draft(1, [math.inf]) == 0
+    assert ConfidenceStop().tokens_to_draft(1, [math.inf]).number == 0
 
 
 def test_draft_length_is_parsed_as_a_number_or_auto() -> None:
@@ -56,15 +57,15 @@ def test_draft_length_is_parsed_as_a_number_or_auto() -> None:
     assert not parse_draft_length(7).needs_signals
     auto = parse_draft_length("auto")
     assert auto.needs_signals
-    assert auto.tokens_to_draft(AUTO_MAX_K - 1, []) == 1
-    assert auto.tokens_to_draft(AUTO_MAX_K, []) == 0
+    assert auto.tokens_to_draft(AUTO_MAX_K - 1, []).number == 1
+    assert auto.tokens_to_draft(AUTO_MAX_K, []).number == 0
 
 
 def test_the_cut_of_auto_is_part_of_what_a_lossy_gate_gives() -> None:
     """Gated outputs depend on where blocks end: another cap or floor would change them."""
     stop = ConfidenceStop()
-    assert [stop.tokens_to_draft(n, sure(*[1.0] * n)) for n in (15, 16)] == [1, 0]
-    assert [stop.tokens_to_draft(1, sure(p)) for p in (0.41, 0.39)] == [1, 0]
+    assert [stop.tokens_to_draft(n, sure(*[1.0] * n)).number for n in (15, 16)] == [1, 0]
+    assert [stop.tokens_to_draft(1, sure(p)).number for p in (0.41, 0.39)] == [1, 0]
 
 
 # Learnt -----------------------------------------------------------------------------------------------------------
@@ -91,21 +92,23 @@ def learnt(
 
 def length(auto: AdaptiveDraftLength, probability: float = math.exp(-0.1)) -> int:
     """Of a block all of whose tokens are that sure."""
-    return next(n for n in range(MAX_K + 1) if not auto.tokens_to_draft(n, sure(*[probability] * n)))
+    return next(n for n in range(MAX_K + 1) if not auto.tokens_to_draft(n, sure(*[probability] * n)).number)
 
 
 def test_until_times_are_known_confidence_alone_decides() -> None:
     auto = AdaptiveDraftLength()
     for probabilities in ((), (0.9,), (0.7, 0.5), (0.39,)):
         block = sure(*probabilities)
-        assert auto.tokens_to_draft(len(block), block) == ConfidenceStop().tokens_to_draft(len(block), block)
+        assert (
+            auto.tokens_to_draft(len(block), block).number == ConfidenceStop().tokens_to_draft(len(block), block).number
+        )
     auto.controller.decided([0.1] * 4, 0, drafted=by_model(4))
-    assert auto.tokens_to_draft(3, sure(0.9, 0.9, 0.9)) == 1
+    assert auto.tokens_to_draft(3, sure(0.9, 0.9, 0.9)).number == 1
 
 
 def test_tokens_to_draft_changes_no_state() -> None:
     auto = learnt(wait=0.1, alpha=0.8)
-    assert len({tuple(auto.tokens_to_draft(n, sure(*[0.9] * n)) for n in range(12)) for _ in range(5)}) == 1
+    assert len({tuple(auto.tokens_to_draft(n, sure(*[0.9] * n)).number for n in range(12)) for _ in range(5)}) == 1
 
 
 def test_a_dear_verdict_makes_long_blocks() -> None:
@@ -141,8 +144,8 @@ def test_no_token_if_plain_decoding_is_faster() -> None:
 
 def test_the_edge_alone_always_drafts() -> None:
     auto = learnt(wait=1.0, alpha=0.1, plain=1e-3)
-    assert auto.tokens_to_draft(0, []) == 0
-    assert auto.without_verifier.tokens_to_draft(0, []) == 1
+    assert auto.tokens_to_draft(0, []).number == 0
+    assert auto.without_verifier.tokens_to_draft(0, []).number == 1
     assert FixedDraftLength(3).without_verifier == FixedDraftLength(3)
 
 
@@ -153,8 +156,8 @@ def test_a_token_that_is_known_to_fail_ends_the_block() -> None:
         accepted = unsure.index(True) if any(unsure) else 4
         auto.controller.drafted(4, 0.04)
         auto.controller.decided([2.0 if bad else 0.001 for bad in unsure], accepted, drafted=by_model(4), seconds=0.1)
-    assert auto.tokens_to_draft(3, sure(0.999, 0.999, 0.999)) == 1
-    assert auto.tokens_to_draft(3, sure(0.999, 0.999, math.exp(-2.0))) == 0
+    assert auto.tokens_to_draft(3, sure(0.999, 0.999, 0.999)).number == 1
+    assert auto.tokens_to_draft(3, sure(0.999, 0.999, math.exp(-2.0))).number == 0
 
 
 @pytest.mark.parametrize("accepted", [0, 4])
@@ -163,7 +166,7 @@ def test_without_signals_the_mean_decides(accepted: int) -> None:
     for _ in range(200):
         auto.controller.drafted(4, 0.04)
         auto.controller.decided([None] * 4, accepted, drafted=by_model(4), seconds=0.1)
-    assert [sampled(auto).tokens_to_draft(n, []) for n in (0, 3)] == [1, accepted == 4]
+    assert [sampled(auto).tokens_to_draft(n, []).number for n in (0, 3)] == [1, accepted == 4]
 
 
 # Prompt lookup ----------------------------------------------------------------------------------------------------
@@ -176,7 +179,7 @@ def copied(start: int, count: int) -> list[MatchLength]:
 
 def lookup_length(auto: AdaptiveDraftLength, match_length: int) -> int:
     """The length of a block that is copied from a match of this length."""
-    return next(n for n in range(MAX_K + 1) if not auto.tokens_to_draft(n, copied(match_length, n)))
+    return next(n for n in range(MAX_K + 1) if not auto.tokens_to_draft(n, copied(match_length, n)).number)
 
 
 def auto_with(*sources: DraftSource) -> AdaptiveDraftLength:

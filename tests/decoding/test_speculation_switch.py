@@ -96,7 +96,7 @@ class Simulation:
         block: list[float] = []
         chances: list[float] = []
         seconds = 0.0
-        while self.auto.tokens_to_draft(len(block), block, 0 if block else unread):
+        while self.auto.tokens_to_draft(len(block), block, 0 if block else unread).number:
             if unread and not block:
                 self.auto.controller.switch.read(unread, self._spend(self.costs.read * unread))
             each = self._spend(self.costs.draft)

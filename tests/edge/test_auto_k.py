@@ -14,7 +14,7 @@ from benchmarks.k_sweep import Case, find, rate
 from outrider import SpeculativeDecoder, connect, local
 from outrider.decoding.actions import Plan, Proposal
 from outrider.decoding.decoder import Decoder
-from outrider.decoding.draft_length import AdaptiveDraftLength, ConfidenceStop
+from outrider.decoding.draft_length import AdaptiveDraftLength, ConfidenceStop, NextTokens
 from outrider.decoding.draft_source import DraftSource
 from outrider.decoding.gate import Gate, Signals
 from outrider.decoding.gate_parsing import gate
@@ -138,7 +138,7 @@ def test_changes_between_stream_and_speculation_keep_the_output(driver: Any, cha
 
 @pytest.mark.parametrize("spec", ["always", "trigger:never"])
 def test_plain_decoding_does_not_draft(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdaptiveDraftLength, "tokens_to_draft", lambda *_: 0)
+    monkeypatch.setattr(AdaptiveDraftLength, "tokens_to_draft", lambda *_: NextTokens(0))
     drafter = ScriptedEngine(TARGET, V)
     decoder = SpeculativeDecoder(drafter, local(ScriptedEngine(TARGET, V)), k="auto", gate=spec)
     result = decoder.generate(PROMPT, max_new_tokens=20)

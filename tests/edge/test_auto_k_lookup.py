@@ -180,8 +180,35 @@ def test_without_the_other_source_nothing_is_asked_of_it(sources: tuple[DraftSou
     for budget in (0.0, -100.0):
         auto.controller.switch.plain_seconds = 1.0
         auto.controller.switch.accounts[sources[0]].budget = budget
-        assert auto.tokens_to_draft(0, []) == (budget == 0.0)
-        assert auto.allows_model(0, []) is (sources == (DraftSource.MODEL,))
+        found = auto.tokens_to_draft(0, [])
+        assert found.number == (budget == 0.0)
+        assert found.lookup_only == (bool(found.number) and sources == (DraftSource.LOOKUP,))
+
+
+@pytest.mark.parametrize("model_budget", [0.0, -100.0])
+@pytest.mark.parametrize("lookup_budget", [0.0, -100.0])
+def test_each_source_is_judged_at_most_once_for_a_draft(
+    model_budget: float, lookup_budget: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, auto = start()
+    switch = auto.controller.switch
+    switch.plain_seconds = 1.0
+    for source, budget in ((DraftSource.MODEL, model_budget), (DraftSource.LOOKUP, lookup_budget)):
+        switch.accounts[source].budget = budget
+    judged: list[DraftSource] = []
+    judge = type(auto)._may_begin
+
+    def recorded(auto: AdaptiveDraftLength, source: DraftSource, unread: int) -> bool:
+        judged.append(source)
+        return judge(auto, source, unread)
+
+    monkeypatch.setattr(AdaptiveDraftLength, "_may_begin", recorded)
+    action = decoder.next()
+    assert len(judged) == len(set(judged)), judged
+    if isinstance(action, Draft):
+        assert action.lookup_only == (model_budget < 0)
+    else:
+        assert model_budget < 0 > lookup_budget
 
 
 def test_the_prompt_is_read_by_the_model_and_in_no_time_by_lookup() -> None:

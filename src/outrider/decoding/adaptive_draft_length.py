@@ -170,7 +170,8 @@ class DraftLengthController:
     """
 
     def __init__(self, sources: Iterable[DraftSource] = (DraftSource.MODEL,)) -> None:
-        self.sources = tuple(sources)
+        given = set(sources)
+        self.sources = tuple(source for source in DraftSource if source in given)  # the model first
         self.acceptance, self.times = AcceptanceModel(), LatencyModel()
         self.switch = SpeculationSwitch(self.sources)
         self.token_costs: dict[DraftSource, float] = {}

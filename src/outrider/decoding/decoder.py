@@ -38,7 +38,8 @@ from outrider.config import OnLoop
 from outrider.decoding.actions import Action, Done, Draft, Plan, Proposal, Verify, measured_signals
 from outrider.decoding.calibrated_gate import Calibrated
 from outrider.decoding.committer import Committer
-from outrider.decoding.draft_buffer import MAX_PROVISIONAL, DraftBuffer
+from outrider.decoding.draft_buffer import MAX_PROVISIONAL, NO_TOKENS, DraftBuffer
+from outrider.decoding.draft_length import NextTokens
 from outrider.decoding.events import Event as Event
 from outrider.decoding.gate import MAX_UNREPAIRED, Decision
 from outrider.decoding.recorder import Recorder
@@ -72,7 +73,8 @@ class Decoder:
         while self._committer.finish_reason is None:
             if self._request is not None:
                 return self._request
-            if missing := self._missing_in_block():
+            missing = self._missing_in_block()
+            if missing.number:
                 if not self._draft_from_ahead():
                     return self._request_draft(missing)
             elif self._gate():
@@ -94,7 +96,7 @@ class Decoder:
                 raise StateError("the drafter proposed no token, and there is no verifier to continue with")
             self._drafts.close_block()
         for proposal in proposals:
-            if not self._missing_in_block():
+            if not self._missing_in_block().number:
                 break
             self._recorder.record_drafted()
             self._draft(proposal)
@@ -217,18 +219,20 @@ class Decoder:
         """The number of tokens that may follow the pending ones."""
         return self.plan.stop_rules.max_new_tokens + self.sequence.prompt_length - len(self.sequence.ids)
 
-    def _request_draft(self, count: int) -> Draft:
-        """Return the draft of up to `count` tokens."""
+    def _request_draft(self, missing: NextTokens) -> Draft:
+        """Return the draft of the missing tokens."""
         has_verifier = self.plan.has_verifier
-        lookup_only = has_verifier and not self._drafts.allows_model(self.unread_length)
+        lookup_only = has_verifier and missing.lookup_only
         if not self._drafts.block:
             self._is_lookup_only = lookup_only
-        return Draft(count, leave_loop=self._must_leave_loop(), model_only=not has_verifier, lookup_only=lookup_only)
+        return Draft(
+            missing.number, leave_loop=self._must_leave_loop(), model_only=not has_verifier, lookup_only=lookup_only
+        )
 
-    def _missing_in_block(self) -> int:
+    def _missing_in_block(self) -> NextTokens:
         """Return how many tokens are missing from the block, 0 after the end of the output."""
         if self._committer.finish_reason is not None:
-            return 0
+            return NO_TOKENS
         return self._drafts.missing(self._room, self.unread_length)
 
     def _record_read(self, proposals: Seq[Proposal], unread: int) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from outrider.decoding.actions import Proposal
-from outrider.decoding.draft_length import DraftLength
+from outrider.decoding.draft_length import DraftLength, NextTokens
 from outrider.decoding.draft_source import Confidence
 
 MAX_PROVISIONAL = 64  # limit of pending tokens without a verdict, and of tokens drafted ahead
+NO_TOKENS = NextTokens(0)
 
 
 class DraftBuffer:
@@ -34,25 +35,19 @@ class DraftBuffer:
         """The proposals since the last decision of the gate."""
         return self.pending[self._block_start :]
 
-    def missing(self, room: int, unread: int) -> int:
-        """Return how many tokens are missing from the block.
+    def missing(self, room: int, unread: int) -> NextTokens:
+        """Return how many tokens are missing from the block, and the source of the next.
 
         room: how many tokens may follow the pending ones. unread: tokens before the last one that a draft model has not
         read.
         """
-        return 0 if self._is_closed else self._missing(self.block, room, unread)
+        return NO_TOKENS if self._is_closed else self._missing(self.block, room, unread)
 
-    def allows_model(self, unread: int) -> bool:
-        """Return whether a draft model may draft the next token of the block, or prompt lookup alone."""
-        block = self.block
-        return self._draft_length is None or self._draft_length.allows_model(
-            len(block), known_confidences(block), unread
-        )
-
-    def _missing(self, block: Seq[Proposal], room: int, unread: int = 0) -> int:
+    def _missing(self, block: Seq[Proposal], room: int, unread: int = 0) -> NextTokens:
         if self._draft_length is None or room <= 0 or (block and block[-1].token in self._eos_ids):
-            return 0
-        return max(0, min(room, self._draft_length.tokens_to_draft(len(block), known_confidences(block), unread)))
+            return NO_TOKENS
+        number, lookup_only = self._draft_length.tokens_to_draft(len(block), known_confidences(block), unread)
+        return NextTokens(max(0, min(room, number)), lookup_only)
 
     def add(self, proposal: Proposal) -> bool:
         """Add the next token of the block. Return whether it begins the block."""
@@ -113,7 +108,7 @@ class DraftBuffer:
     def take_block_ahead(self, room: int, limit: int) -> list[Proposal]:
         """Remove and return the next block if it was drafted ahead completely, in at most `limit` tokens, else []."""
         lengths = range(1, min(len(self.ahead), limit) + 1)
-        length = next((n for n in lengths if not self._missing(self.ahead[:n], room - n)), 0)
+        length = next((n for n in lengths if not self._missing(self.ahead[:n], room - n).number), 0)
         block, self.ahead = self.ahead[:length], self.ahead[length:]
         return block
 

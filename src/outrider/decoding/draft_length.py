@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from outrider.decoding.acceptance_model import MATCH_PRIORS
 from outrider.decoding.adaptive_draft_length import DraftLengthController
@@ -16,6 +16,13 @@ from outrider.errors import SettingsError, quote
 MAX_K = 64
 AUTO_MAX_K = 16
 AUTO_MIN_SURVIVAL = 0.4
+
+
+class NextTokens(NamedTuple):
+    """The tokens to add to a block next. lookup_only: a draft model would cost more time than it saves."""
+
+    number: int
+    lookup_only: bool = False
 
 
 class DraftLength(Protocol):
@@ -36,16 +43,12 @@ class DraftLength(Protocol):
         """The policy after the loss of the verifier. Its blocks have at least one token."""
         ...
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
-        """Return how many tokens to add to a block of `drafted` tokens, 0 if it is complete.
+    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> NextTokens:
+        """Return the tokens to add to a block of `drafted` tokens. Their number is 0 if the block is complete.
 
         block: the known confidences of its tokens. unread: tokens before the last one that a draft
         model has not read.
         """
-        ...
-
-    def allows_model(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> bool:
-        """Return whether a draft model may draft the next of these tokens, or prompt lookup alone."""
         ...
 
 
@@ -62,13 +65,9 @@ class FixedDraftLength:
         """The same policy."""
         return self
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
+    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> NextTokens:
         """Return the tokens that are missing from k."""
-        return self.k - drafted
-
-    def allows_model(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> bool:
-        """Return True."""
-        return True
+        return NextTokens(self.k - drafted)
 
 
 @dataclass(frozen=True)
@@ -89,14 +88,13 @@ class ConfidenceStop:
         """The same policy."""
         return self
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
+    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> NextTokens:
         """Return 1 until the block ends."""
-        survival = math.prod(map(_prior_acceptance, block))
-        return 1 if drafted < self.max_tokens and survival >= self.min_survival else 0
+        return NextTokens(int(self.should_continue(drafted, block)))
 
-    def allows_model(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> bool:
-        """Return True."""
-        return True
+    def should_continue(self, drafted: int, block: Seq[Confidence]) -> bool:
+        """Return whether the block goes on after these tokens."""
+        return drafted < self.max_tokens and math.prod(map(_prior_acceptance, block)) >= self.min_survival
 
 
 @dataclass(frozen=True)
@@ -116,19 +114,12 @@ class AdaptiveDraftLength:
         """The fallback, as there is no target to leave a token to."""
         return self.fallback
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
-        """Return 1 until the block ends."""
+    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> NextTokens:
+        """Return 1 until the block ends: for the model, or for prompt lookup alone if the model would lose time."""
         for source in self.controller.sources:
             if self._allows(source, drafted, block, unread):
-                return 1
-        return 0
-
-    def allows_model(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> bool:
-        """Return whether a token of the model is expected to save time."""
-        sources = self.controller.sources
-        if DraftSource.LOOKUP not in sources:
-            return True
-        return DraftSource.MODEL in sources and self._allows(DraftSource.MODEL, drafted, block, unread)
+                return NextTokens(1, lookup_only=source is DraftSource.LOOKUP)
+        return NextTokens(0)
 
     def _allows(self, source: DraftSource, drafted: int, block: Seq[Confidence], unread: int) -> bool:
         """Return whether the next token may be one of this source."""
@@ -138,7 +129,7 @@ class AdaptiveDraftLength:
         if not is_used and not self._may_begin(source, unread):
             return False
         if source not in self.controller.token_costs:
-            return self.fallback.tokens_to_draft(drafted, block) > 0
+            return self.fallback.should_continue(drafted, block)
         return drafted < MAX_K and self.controller.should_continue(drafted, block, source)
 
     def _may_begin(self, source: DraftSource, unread: int) -> bool:

@@ -89,16 +89,12 @@ class GateFile:
         _require_data(isinstance(self.gate, str), f"gate is a text such as entropy:0.3, not {quote(self.gate)}")
         good = is_number(self.epsilon) and 0 < self.epsilon < 1
         _require_data(good, f"epsilon is above 0 and below 1, not {quote(self.epsilon)}")
-        _require_data(
-            self.loss in get_args(Loss), f"loss is one of {', '.join(get_args(Loss))}, not {quote(self.loss)}"
-        )
-        _require_data(
-            is_integer(self.k) and 1 <= self.k <= 64, f"k is a whole number from 1 to 64, not {quote(self.k)}"
-        )
-        _require_data(
-            is_integer(self.traces) and self.traces >= 1,
-            f"traces is a whole number, 1 or more, not {quote(self.traces)}",
-        )
+        losses = get_args(Loss)
+        _require_data(self.loss in losses, f"loss is one of {', '.join(losses)}, not {quote(self.loss)}")
+        good = is_integer(self.k) and 1 <= self.k <= 64
+        _require_data(good, f"k is a whole number from 1 to 64, not {quote(self.k)}")
+        good = is_integer(self.traces) and self.traces >= 1
+        _require_data(good, f"traces is a whole number, 1 or more, not {quote(self.traces)}")
         _check_fractions(self, "risk", "escalation", "audit")
 
     def to_json(self) -> dict[str, Any]:
