@@ -9,7 +9,7 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 MODELS := .cache/models
 VLLM   := .cache/vllm/venv
 CLIENTS := .cache/clients
-# More than cores: many tests wait for sockets and processes.
+# More than cores: many tests wait for sockets and processes. With worksteal, neighbours share what they have computed.
 WORKERS ?= 4
 
 # Container images often set it. Each process would then compile the package again, and pytest all tests.

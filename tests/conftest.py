@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-gc.disable()  # until all tests are collected: imports create little garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
 
@@ -36,6 +35,7 @@ settings.load_profile("outrider")
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Exempt all modules from garbage collection: scanning them takes half a second, many times in a run."""
+    gc.disable()
     try:
         return (yield)
     finally:

@@ -23,6 +23,15 @@ def heard(engine: TorchEngine, samples: int) -> tuple[int, ...]:
     return (5, 6, *[audio_encoder.placeholder] * audio_encoder.token_count(samples), 7, 8)
 
 
+def read(engine: TorchEngine, prompt: Prompt) -> torch.Tensor:
+    """Return the logits of a prompt, from a slot that is closed again: other tests share the engine."""
+    slot = engine.open(prompt)
+    try:
+        return engine.forward(slot, prompt.ids)
+    finally:
+        engine.close(slot)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("samples", [1_600, 8_001, 16_000, 24_159, 31_399, 31_400, 31_841, 32_000])
 def test_features_carry_all_that_is_heard(family: str, samples: int) -> None:
@@ -52,7 +61,7 @@ def test_embeddings_are_those_of_the_family_s_own_processor(family: str, samples
     tensor = torch.tensor([ids])
     with torch.inference_mode():
         plain = tiny_model(family)(input_ids=tensor, attention_mask=torch.ones_like(tensor), **media).logits[0]
-    rows = made.forward(made.open(Prompt(ids, wave)), ids)
+    rows = read(made, Prompt(ids, wave))
     torch.testing.assert_close(rows, plain, rtol=1e-4, atol=1e-4)
 
 
@@ -80,18 +89,20 @@ def test_a_prompt_with_features_is_read_as_one_with_the_recording(family: str) -
     assert torch.equal(made.forward(parts, ids), rows)
     made.truncate(parts, 4)  # inside the recording
     torch.testing.assert_close(made.forward(parts, ids[4:]), rows[4:], rtol=1e-4, atol=1e-4)
+    made.close(whole)
+    made.close(parts)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_withheld_recording_is_read_as_ordinary_tokens(family: str) -> None:
     made, wave = tiny_engine(family), clip(0.7)
     ids = heard(made, len(wave))
-    without_audio = made.forward(made.open(Prompt(ids)), ids)
+    without_audio = read(made, Prompt(ids))
     embeds = made.model.get_input_embeddings()(torch.tensor([ids]))
     with torch.inference_mode():
         plain = tiny_model(family)(inputs_embeds=embeds, attention_mask=torch.ones(1, len(ids)).long()).logits[0]
     torch.testing.assert_close(without_audio, plain, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(without_audio, made.forward(made.open(Prompt(ids, wave)), ids))
+    assert not torch.allclose(without_audio, read(made, Prompt(ids, wave)))
 
 
 def test_a_prompt_has_a_recording_or_features_not_both() -> None:

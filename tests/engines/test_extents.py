@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -75,6 +75,7 @@ class Checked:
         assert {slot: self.cache.lengths[slot] for slot in self.written} == {s: len(w) for s, w in self.written.items()}
         extents = sorted(layout.extents.values(), key=lambda extent: (extent.base, extent.end))
         assert all(one.end <= other.base for one, other in pairwise(extents))
+        assert all(extent.size > 0 for extent in extents)
         assert all(extent.base >= 0 and extent.end <= layout.total for extent in extents)
         for slot, tokens in self.written.items():
             if tokens and self.cache._buffer_layout is layout:
@@ -104,6 +105,11 @@ def entries(tokens: Tensor) -> Tensor:
     return (tokens[:, None, :, None] * 100 + heads * 10 + dims).double()
 
 
+OPEN = ("open", 0, 1, 1)
+TO_NOTHING = [  # slot 0 is rolled back to length 0, all are packed, slot 1 grows over its place, slot 2 into that
+    *(OPEN, OPEN, OPEN, ("append", 1, 1, 1), ("append", 0, 1, 1), ("truncate", 0, 1, 1)),
+    *(("append", 1, 126, 1), ("append", 1, 200, 2)),
+]
 steps = st.tuples(
     st.sampled_from(["open", "append", "append", "truncate", "close"]),
     st.integers(0, 99),
@@ -115,6 +121,7 @@ steps = st.tuples(
 @pytest.mark.parametrize("on_device", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(schedule=st.lists(steps, max_size=40), limit=st.none() | st.integers(500, 6000))
+@example(schedule=TO_NOTHING, limit=None)
 def test_contents_are_those_of_a_list_per_slot(
     on_device: bool, schedule: list[tuple[str, int, int, int]], limit: int | None
 ) -> None:

@@ -132,6 +132,7 @@ _CLASSES = {
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # inference tensors have no gradient, in whichever test a model is first needed
 def tiny_model(
     family: str, seed: int = 0, *, drift: float = 0.0, vocab: int = VOCAB, dtype: torch.dtype = torch.float32
 ) -> Any:

@@ -32,7 +32,7 @@ def roomy_size(length: int) -> int:
 
 @dataclass(frozen=True)
 class Extent:
-    """Positions base, …, end − 1."""
+    """Positions base, …, end − 1, one or more."""
 
     base: int
     size: int
@@ -90,14 +90,16 @@ class Layout:
     def packed(self, lengths: Mapping[int, int], total: int) -> Layout:
         """Return a layout with all extents in their present order, new ones last, and the rest of `total` behind them.
 
-        lengths: positions that each slot needs, `total` or less together.
+        lengths: positions that each slot needs, `total` or less together. A slot that needs none may lose its extent:
+        another would grow over an empty one, whose end would then count as the beginning of a gap.
         """
         spare = total - sum(lengths.values())
         is_roomy = sum(map(roomy_size, lengths.values())) <= total
         extents, base = {}, 0
         for slot in sorted(lengths, key=lambda slot: self.extents[slot].base if slot in self.extents else self.total):
             size = roomy_size(lengths[slot]) if is_roomy else lengths[slot] + spare // len(lengths)
-            extents[slot] = Extent(base, size)
+            if size:
+                extents[slot] = Extent(base, size)
             base += size
         return Layout(total, extents)
 
