@@ -38,6 +38,13 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 @pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> None:
+    """`run` collects garbage every time; what tests before made need not be searched."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _virtual_clock() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         virtual_time.install(patch, connection, delay_line, link_state)

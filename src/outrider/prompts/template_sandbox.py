@@ -219,13 +219,18 @@ def _size(value: object) -> int:
     """Return the approximate number of characters of a value as text. A list may hold another many times."""
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    if not isinstance(value, list | tuple):
-        return 8
-    _budget.get().spend(len(value))
-    size = 2 + sum(map(_size, value))
-    _check_size(size)
+    size, pending = 0, [value]
+    while pending:  # no recursion, whose cost depends on the caller's stack
+        each = pending.pop()
+        if isinstance(each, dict):
+            each = [*each, *each.values()]
+        if isinstance(each, list | tuple):
+            _budget.get().spend(len(each))
+            pending += each
+            size += 2
+        else:
+            size += len(each) if isinstance(each, str) else 8
+        _check_size(size)
     return size
 
 
