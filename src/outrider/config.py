@@ -63,7 +63,7 @@ class Grammar:
         """Return the grammar of a JSON schema. Keys of an object are written in the order of `properties`."""
         check_type("schema", schema, (Mapping, bool), "a mapping, True or False")
         try:
-            return cls("json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
+            return cls("json_schema", json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
         except (TypeError, ValueError, RecursionError) as error:
             raise SettingsError(f"grammar: the schema is not JSON: {error}") from error
 

@@ -192,8 +192,8 @@ def test_a_recording_that_is_too_long_is_captioned_in_pieces_with_times(tmp_path
 
 
 def test_a_batch_of_bad_files_loads_no_model(tmp_path: Path) -> None:
-    done = outrider("caption", tmp_path / "gone.wav", "--edge", "owner/not-a-model")
-    assert done.returncode == 1
+    done = outrider("caption", tmp_path / "gone.wav", tmp_path, "--edge", "owner/not-a-model")
+    assert done.returncode == 2
     assert "gone.wav" in done.stderr
     assert "not-a-model" not in done.stderr
 

@@ -118,8 +118,24 @@ def test_a_dead_end_is_an_error_at_every_attempt() -> None:
         ({"properties": {"q": {"$ref": "#/$defs/y"}}}, "properties.q", "does not exist"),
         ({"type": "array", "items": {"type": "integer", "minimum": 3, "maximum": 1}, "minItems": 1}, "items", "than"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "", "use anyOf"),
-        ({"anyOf": [{"type": "string", "format": "email", "pattern": "@b[.]c$"}]}, "anyOf.0", "too complex together"),
+        (
+            {"anyOf": [{"type": "string", "format": "email", "pattern": "@b[.]c$"}]},
+            "anyOf.0",
+            "too complex together",
+        ),
         ({"type": "foo"}, "", "Invalid type"),
+        (
+            {"anyOf": [{"type": "string", "format": "date", "pattern": "^x"}]},
+            "anyOf.0",
+            ": no text matches its format, pattern and lengths together$",
+        ),
+        (
+            {"type": "object", "properties": {"a": {}}, "minProperties": 1, "maxProperties": 3},
+            "",
+            "only if all keys of properties are required",
+        ),
+        ({"type": "string", "pattern": r"\bcat\b"}, "", r"look-around and \\b are not supported$"),
+        ({"type": "string", "pattern": r"\p{Lu}"}, "pattern", r"\\p{…} and \\u{…}, which may stand for them"),
         (
             {"x-guidance": {"lenient": True}, "if": {}},
             "x-guidance",
@@ -150,6 +166,8 @@ def test_the_place_in_a_long_schema_is_found_in_a_child_process() -> None:
         ("json_schema", "{", "not valid JSON"),
         ("json_schema", "[" * 50_000, "not valid JSON"),
         ("json_schema", "5", "a schema is an object"),
+        ("json_schema", '{"minimum": NaN}', "NaN is no JSON"),
+        ("json_schema", '{"minimum": -Infinity}', "-Infinity is no JSON"),
         ("regex", "(", "unclosed group"),
         ("regex", "(?=a)", "look-around"),
         ("lark", "start: x", "unknown name"),
@@ -184,8 +202,9 @@ def test_settings_refuse_what_is_no_grammar(values: Any, reason: str) -> None:
 def test_settings_refuse_a_grammar_without_an_end() -> None:
     with pytest.raises(SettingsError, match="leave out ignore_eos"):
         GenerationSettings(grammar=Grammar("json_object"), ignore_eos=True)
-    with pytest.raises(SettingsError, match="not JSON"):
-        Grammar.json_schema({"const": object()})
+    for value in (object(), float("nan"), float("inf")):
+        with pytest.raises(SettingsError, match="not JSON"):
+            Grammar.json_schema({"const": value})
 
 
 # Bombs ------------------------------------------------------------------------------------------------------

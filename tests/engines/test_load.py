@@ -90,3 +90,10 @@ def test_a_given_tokenizer_is_the_one_that_is_used() -> None:
 
 def test_the_bundled_edge_has_one_name() -> None:
     assert load_engine("demo").name == load_engine("demo:edge").name == "demo:edge"
+
+
+@pytest.mark.parametrize("value", [5, "name", object()])
+@pytest.mark.parametrize("argument", ["tokenizer", "extractor"])
+def test_a_tokenizer_or_extractor_of_another_type_is_named(argument: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=f"^{argument}: expected a loaded one, .* not {type(value).__name__}"):
+        load_engine("demo:edge", **{argument: value})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from typing import Any
 
@@ -10,9 +11,11 @@ import jsonschema_rs
 import pytest
 
 from outrider.config import Grammar
+from outrider.engines.grammars import compile_grammar
 from outrider.engines.schema_patterns import translate
 from outrider.errors import GrammarError
-from tests.engines.test_grammars import accepts
+from tests.engines.test_grammars import EOS, accepts
+from tests.support.tokenizers import byte_level
 
 SPACES = "\t\n\f\r \xa0\u1680\u2000\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 OTHERS = "\x85\u180e\u200b\u200d\u2060a_0é٣中😀"
@@ -116,3 +119,42 @@ def test_the_place_of_an_error_is_that_of_the_given_schema() -> None:
     with pytest.raises(GrammarError) as caught:
         accepts(Grammar.json_schema(schema), "{}")
     assert caught.value.place == r"patternProperties.^\s"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("^a{1}{2}$", "{1}{2}"),
+        ("^a**$", "**"),
+        ("^a++$", "++"),
+        ("^a+??$", "+??"),
+        ("^(?x) a b$", "(?x"),
+        ("^(?P<n>a)$", "(?P"),
+        (r"^\Aa\z$", r"\A"),
+        (r"[\z]", r"\z"),
+    ],
+)
+@pytest.mark.parametrize("key", ["pattern", "patternProperties"])
+def test_what_only_rust_reads_is_refused(key: str, pattern: str, named: str) -> None:
+    schema = {key: pattern if key == "pattern" else {pattern: {}}}
+    with pytest.raises(GrammarError, match=re.escape(f"{named} is no syntax of ECMA 262")) as caught:
+        compile_grammar(Grammar.json_schema(schema), byte_level(), EOS)
+    assert caught.value.place == key
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"^\<a\>$", ["<a>"], ["a"]),
+        (r"^[\<]$", ["<"], ["\\"]),
+        (r"^a+?b{2}?$", ["abb", "aabb"], ["ab"]),
+        (r"^[*+]{2}$", ["*+", "++"], ["*"]),
+        (r"^\*+$", ["*", "**"], [""]),
+        (r"^\\A$", ["\\A"], ["A"]),
+        ("^(?:a?)(?<n>b)$", ["b", "ab"], ["a"]),
+    ],
+)
+def test_syntax_that_resembles_it_is_accepted(pattern: str, good: list[str], bad: list[str]) -> None:
+    assert [accepts(grammar(pattern), json.dumps(text)) for text in (*good, *bad)] == [True] * len(good) + [
+        False
+    ] * len(bad)

@@ -386,3 +386,9 @@ def test_a_gguf_file_drafts(tmp_path: Path, named: bool) -> None:
     out = call(for_transformers(draft), return_dict_in_generate=True, max_new_tokens=24)
     assert out.sequences.tolist() == call(None, max_new_tokens=24).tolist()
     assert out.outrider.stats.acceptance_rate > 0.8
+
+
+@pytest.mark.parametrize("model", [5, None, "demo:cloud"])
+def test_a_target_that_is_no_model_is_named(model: Any) -> None:
+    with pytest.raises(ModelError, match=f"^model: expected a loaded transformers model, not {type(model).__name__}"):
+        for_transformers(load_engine("demo:edge")).generate(model)

@@ -117,7 +117,7 @@ def test_sampled_traces_share_the_noise_of_their_seed(tmp_path: Path) -> None:
     assert calibrated(file, settings=replace(sampled, seed=4)) == 0
 
 
-@pytest.mark.parametrize("run", [None, {}, {"configuration": {"data": 3}}])
+@pytest.mark.parametrize("run", [None, {"configuration": {"data": 3}}, {"configuration": {}}])
 def test_traces_that_do_not_say_whose_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], run: dict[str, Any] | None
 ) -> None:
@@ -126,11 +126,30 @@ def test_traces_that_do_not_say_whose_they_are(
     assert "no run.json next to" in line
 
 
-def test_a_run_json_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "expected an object with a configuration"),
+        ("{}", "expected an object with a configuration"),
+        ('{"configuration": 5}', "expected an object with a configuration"),
+    ],
+)
+def test_a_damaged_run_json_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     file = folder(tmp_path, about()) / "traces.jsonl"
-    (tmp_path / "run.json").write_text("{", encoding="utf-8")
-    with pytest.raises(DataError, match=r"run\.json: not valid JSON"):
+    (tmp_path / "run.json").write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=rf"run\.json: {reason}"):
         calibrated(file)
+
+
+@pytest.mark.parametrize("address", ["", " at grpc://127.0.0.1:7070", " at vllm://[::1]:8000"])
+def test_a_cloud_may_have_another_address(tmp_path: Path, address: str) -> None:
+    models = about()["configuration"]["models"]
+    models["cloud"] = models["cloud"] | {"name": "large at grpc://far:1"}
+    file = folder(tmp_path, about(models=models)) / "traces.jsonl"
+    assert calibrated(file, cloud={**CLOUD, "name": f"large{address}"}) == 0
+    with pytest.raises(SettingsError, match=r"models\.cloud\.name is 'large' for these traces, and 'other' here"):
+        calibrated(file, cloud={**CLOUD, "name": f"other{address}"})
 
 
 # Plans and sweeps -------------------------------------------------------------------------------------------
@@ -185,6 +204,13 @@ def test_a_plan_refuses_traces_of_other_settings(
     assert run_command([command, "--traces", str(tmp_path), "--sentences", "2"]) == 2
     assert "configuration.generation.sentences is None for these traces, and 2 here" in capsys.readouterr().err
     assert run_command([command, "--traces", str(tmp_path), "--seed", "2", "--json"]) == 0
+
+
+@COMMANDS
+@pytest.mark.parametrize("limit", ["0", "-1", "-12"])
+def test_a_plan_of_no_items_is_refused(capsys: pytest.CaptureFixture[str], command: str, limit: str) -> None:
+    assert run_command([command, "--limit", limit]) == 2
+    assert f"--limit is 1 or more, not {limit}" in capsys.readouterr().err
 
 
 @COMMANDS

@@ -71,7 +71,7 @@ def run_demo(cloud: Callable[[], str] | None, run: Run) -> int:
 def run_caption(
     files: Sequence[str], lang: str, task: str, run: Run, *, instruction: str | None = None, split: bool = False
 ) -> int:
-    """Run `outrider caption` on every file. Return 1 if some of them cannot be used, after naming these."""
+    """Run `outrider caption` on every file, and name those that cannot be used. Return 1 if there are any, 2 if all."""
     if not files:
         raise PromptError("no recording was given: outrider caption AUDIO…")
     if instruction is not None:
@@ -116,9 +116,10 @@ def _caption_all(
     """Caption every recording. compare: decodes them by the cloud alone, for the summary."""
     output, settings = run.output, GenerationSettings.build(run.decoding.settings())
     failures = {n: error for n, job in enumerate(jobs) if (error := _recording_error(job)) is not None}
+    is_unusable = len(failures) == len(jobs)
     with ExitStack() as closing:
         decoder = baseline = None
-        if len(failures) < len(jobs):
+        if not is_unusable:
             decoder = closing.enter_context(loaded_decoder(loading, output))
             decoder.check_audio_support()
             if compare is not None:
@@ -128,7 +129,7 @@ def _caption_all(
             baseline = compare(decoder, done)
     if done and not output.json:
         rendering.print_summary(done, baseline)
-    return 1 if failures else 0
+    return 2 if is_unusable else int(bool(failures))
 
 
 def _warm_up(decoder: SpeculativeDecoder, job: Audio, settings: GenerationSettings) -> None:

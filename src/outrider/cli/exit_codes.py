@@ -16,7 +16,12 @@ from outrider.errors import InputError, OutriderError
 from outrider.files import out_of_space
 
 # Settings by the options that have another name.
-OPTION_ALIASES = {"--no-repeat-ngram": "no_repeat_ngram_size", "--modes": "mode"}
+OPTION_ALIASES = {
+    "--no-repeat-ngram": "no_repeat_ngram_size",
+    "--modes": "mode",
+    "--idle": "idle_seconds",
+    "--max-prompt": "max_prompt_tokens",
+}
 # Options by the option that appears in their error messages.
 DEPENDENT_OPTIONS = {"--repetition-window": "--repetition-penalty"}
 

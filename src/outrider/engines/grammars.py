@@ -133,18 +133,31 @@ def _matcher(vocabulary: LLTokenizer, source: str) -> LLMatcher:
 # Errors -----------------------------------------------------------------------------------------------------
 
 
+# llguidance's reasons, by a part of them, in the words of JSON Schema.
+_REASONS: Final = {
+    "Unable to determine if regex is empty": (
+        "format, pattern and lengths of a text are too complex together: leave one out, or begin the pattern with ^ "
+        "and replace each . by a character class"
+    ),
+    "Regex is empty": "no text matches its format, pattern and lengths together",
+    "oneOf constraints": "oneOf is supported only if no value matches two of its schemas: use anyOf",
+    "min/maxProperties only supported": (
+        "minProperties and maxProperties are supported only if all keys of properties are required, or if there are no "
+        "properties"
+    ),
+    "lookarounds not supported": "look-around and \\b are not supported",
+    "recursion limit exceeded": "the schema is nested too deeply",
+}
+
+
 def _describe(reason: str) -> str:
     """Return llguidance's reason in one line, without its quotation of the grammar."""
     lines = reason.split("\n")
     line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     line = line.partition("failed to compile JSON schema: ")[2] or line
-    if line.startswith("Unable to determine if regex is empty"):
-        return (
-            "format, pattern and maxLength are too complex together: leave one out, or begin the pattern with ^ and "
-            "replace each . by a character class"
-        )
-    if line.startswith("oneOf constraints"):
-        return "oneOf is supported only if no value matches two of its schemas: use anyOf"
+    for begin, described in _REASONS.items():
+        if begin in line:
+            return described
     if (unsupported := re.fullmatch(r'Unimplemented keys: \["(.*)"\]', line)) is not None:
         return "not supported: " + unsupported[1].replace('", "', ", ")
     return line

@@ -76,6 +76,8 @@ def load_engine(
         OutriderError: the disk is full, or no temporary directory is writable.
     """
     options = LoadOptions(dtype, device, quantization, kv_cache_dtype)
+    _check_attribute("tokenizer", tokenizer, "convert_ids_to_tokens", "AutoTokenizer")
+    _check_attribute("extractor", extractor, "sampling_rate", "AutoFeatureExtractor")
     if not isinstance(model, (str, Path)):
         return _wrap_model(model, tokenizer, extractor, options)
     options.check_file(str(model))
@@ -83,6 +85,11 @@ def load_engine(
     check_process()
     with LOAD_LOCK:
         return _load(path, full_name(str(model)), tokenizer, extractor, options)
+
+
+def _check_attribute(name: str, value: Any, attribute: str, source: str) -> None:
+    if value is not None and not hasattr(value, attribute):
+        raise SettingsError(f"{name}: expected a loaded one, as from {source}, not {type(value).__name__}")
 
 
 def _load(path: str, name: str, tokenizer: Any, extractor: Any, options: LoadOptions) -> TorchEngine | GgufEngine:

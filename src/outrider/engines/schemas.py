@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from outrider.engines.schema_bounds import find_ignored_bound
 from outrider.engines.schema_formats import add_patterns
@@ -24,7 +24,7 @@ from outrider.engines.schema_parts import (
     required_keys,
     types_of,
 )
-from outrider.engines.schema_patterns import translate_patterns
+from outrider.engines.schema_patterns import find_foreign_syntax, translate_patterns
 from outrider.engines.schema_recursion import find_infinite
 from outrider.errors import GrammarError, quote
 
@@ -36,6 +36,9 @@ ESCAPES: Final = {"json_allowed_escapes": 'nrbtf\\"'}
 UNWRITABLE: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 UNWRITABLE_IN_PATTERN: Final = re.compile(
     r"[\x00-\x07\x0b\x0e-\x1f\x7f]|\\(?:x[01]|x7[fF]|u00[01]|u007[fF]|[xuUpP]\{|U|c|0|[av])"
+)
+UNWRITABLE_REASON: Final = (
+    r"control characters, and \p{…} and \u{…}, which may stand for them, cannot be enforced in a pattern"
 )
 MAX_INTEGER: Final = 2**53  # beyond it, llguidance rounds
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -58,7 +61,7 @@ def read_schema(text: str) -> Schema:
         GrammarError: the text is not JSON, or is not a schema, or is false, which allows none.
     """
     try:
-        schema = json.loads(text)
+        schema = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the schema is not valid JSON: {error}", "") from error
     if not isinstance(schema, (dict, bool)):
@@ -66,6 +69,10 @@ def read_schema(text: str) -> Schema:
     if schema is False:
         raise GrammarError("the schema false allows no output", "")
     return {} if schema is True else normalize(schema)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 def normalize(schema: Schema) -> Schema:
@@ -185,8 +192,11 @@ def _replaced_values(part: Schema) -> Iterator[tuple[str, str]]:
         ("pattern", [part.get("pattern")]),
         ("patternProperties", dict_in(part, "patternProperties")),
     ):
-        if any(isinstance(each, str) and UNWRITABLE_IN_PATTERN.search(each) for each in patterns):
-            yield key, "control characters in a pattern cannot be enforced"
+        for pattern in (each for each in patterns if isinstance(each, str)):
+            if UNWRITABLE_IN_PATTERN.search(pattern):
+                yield key, UNWRITABLE_REASON
+            if foreign := find_foreign_syntax(pattern):
+                yield key, f"{foreign} is no syntax of ECMA 262"
 
 
 def _scalars(value: Any) -> Iterator[Any]:

@@ -43,11 +43,11 @@ import numpy as np
 
 from outrider.config import GenerationSettings, Loss, check_choice
 from outrider.decoding.calibrated_gate import NO_MEAN_GATE
-from outrider.decoding.draft_length import parse_draft_length
 from outrider.decoding.gate import SIGNAL_NAMES, SignalName, Threshold
 from outrider.decoding.gate_file import GateFile, ModelId, SignalFit
 from outrider.errors import DataError, SettingsError, quote
 from outrider.files import write_file
+from outrider.numeric import is_integer
 from outrider.planning.blocks import SIGNAL_GRID, BlockTable, build_blocks, replay, worst_losses
 from outrider.planning.traces import Trace
 from outrider.planning.validation import count, share
@@ -210,4 +210,5 @@ def _check(epsilon: float, k: int | str, audit: float, seed: int) -> None:
         raise SettingsError(f"epsilon is above 0 and below 1, not {quote(epsilon)}")
     if k == "auto":
         raise SettingsError("a gate is calibrated for blocks of a fixed k, not 'auto'")
-    parse_draft_length(k)
+    if isinstance(k, str) or not (is_integer(k) and 1 <= k <= 64):
+        raise SettingsError(f"k is a whole number from 1 to 64, not {quote(k)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -12,12 +13,13 @@ from outrider.config import GenerationSettings
 from outrider.decoding.calibrated_gate import calibrated_settings
 from outrider.edge.model_pair import ModelPair
 from outrider.engines.base import Engine
-from outrider.errors import SettingsError, quote
+from outrider.errors import DataError, SettingsError, quote
 from outrider.files import read_json
 from outrider.verifiers.base import ModelInfo, Verifier
 from outrider.verifiers.local import LocalVerifier
 
 MISSING = object()
+_ADDRESS = re.compile(r" at [a-z]+://\S+$")
 Key = tuple[str, ...]
 Description = dict[str, Any]
 
@@ -65,12 +67,15 @@ def check_provenance(traces: Path, *, edge: Description, cloud: Description, set
 
     Raises:
         SettingsError: a field differs. The message names it with both values.
-        DataError: run.json cannot be read.
+        DataError: run.json cannot be read, or has no configuration.
     """
     path = traces.with_name("run.json")
     if not path.exists():
         return False
-    recorded = _lookup(read_json(path), ("configuration",))
+    run = read_json(path)
+    recorded = run.get("configuration") if isinstance(run, dict) else None
+    if not isinstance(recorded, dict):
+        raise DataError(f"{path}: expected an object with a configuration, as `outrider eval` writes it")
     expected_fields = _expected_fields(edge, cloud, settings)
     comparisons = [(key, _lookup_recorded(recorded, key), expected) for key, expected in expected_fields]
     for key, found, expected in comparisons:
@@ -88,7 +93,7 @@ def _expected_fields(edge: Description, cloud: Description, settings: Generation
         for name, value in model.items():
             is_unknown = name == "identity" and value is None
             if name != "device" and not is_unknown:
-                yield ("models", side, name), value
+                yield ("models", side, name), _without_address(value) if name == "name" else value
     given = json.loads(json.dumps(asdict(settings)))
     yield from ((("generation", name), given[name]) for name in calibrated_settings(settings))
 
@@ -96,9 +101,16 @@ def _expected_fields(edge: Description, cloud: Description, settings: Generation
 def _lookup_recorded(recorded: Any, key: Key) -> Any:
     """Return a field of run.json. A model without the field was recorded before models could be quantised."""
     found = _lookup(recorded, key)
+    if key[-1] == "name":
+        return _without_address(found)
     if found is MISSING and key[-1] == "quantization" and _lookup(recorded, (*key[:-1], "name")) is not MISSING:
         return None
     return found
+
+
+def _without_address(name: Any) -> Any:
+    """Return the name of a model without the address of its cloud, at which another run may listen elsewhere."""
+    return _ADDRESS.sub("", name) if isinstance(name, str) else name
 
 
 def _lookup(value: Any, key: Key) -> Any:

@@ -114,6 +114,8 @@ class CustomGenerate:
         `streamer`, and `tokenizer` for `stop_strings`. It refuses those that Outrider does not support, which would be
         dropped silently there: `assistant_model`, `synced_gpus`, and a cache.
         """
+        if not hasattr(model, "generate"):
+            raise ModelError(f"model: expected a loaded transformers model, not {type(model).__name__}")
         _refuse([name for name in _UNSUPPORTED_KWARGS if kwargs.get(name) not in (None, False)])
         loop = partial(self, streamer=streamer, tokenizer=tokenizer)
         # generate itself needs the streamer too, as it puts the prompt there.
