@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from outrider.cli.options import MaybeWhole, Models, Output, Run, Whole
-from outrider.errors import SettingsError, quote
+from outrider.cli.options import MaybeWhole, Models, Output, Run, Whole, check_limit
+from outrider.errors import SettingsError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -165,8 +165,7 @@ def _check_options(evaluation: Evaluation, assistant: Assistant, run: Run, targe
             name, options, edge=edge, cloud=cloud, limited=limited, lookup=models.uses_lookup
         ),
     )
-    if evaluation.limit is not None and evaluation.limit < 1:
-        raise SettingsError(f"--limit is 1 or more, not {quote(evaluation.limit)}")
+    check_limit(evaluation.limit)
     if evaluation.trace and not (edge and cloud != "none"):
         raise SettingsError(
             "--trace needs an edge model and a cloud: a trace is the drafter's view of the target's output"

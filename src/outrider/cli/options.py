@@ -46,6 +46,12 @@ def parse_block_length(text: str) -> int | str:
         raise SettingsError(f"k {quote(text)}: expected 1 to 64, or auto") from None
 
 
+def check_limit(limit: int | None) -> None:
+    """Raise SettingsError unless --limit, a number of items, is 1 or more, or not given."""
+    if limit is not None and limit < 1:
+        raise SettingsError(f"--limit is 1 or more, not {quote(limit)}")
+
+
 def _parse_grammar(spec: str) -> Grammar:
     """Return the grammar of an option's value.
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from outrider.cli.options import Measurement, Whole, parse_block_length
+from outrider.cli.options import Measurement, Whole, check_limit, parse_block_length
 from outrider.config import DEFAULT_K, GenerationSettings
-from outrider.errors import SettingsError, quote
+from outrider.errors import SettingsError
 from outrider.files import check_writable, write_file
 
 if TYPE_CHECKING:
@@ -156,8 +156,7 @@ def _measure(measured: Measured, pair: Measurement) -> tuple[list[Trace], StepCo
         raise SettingsError("a plan is made for a pair: give --edge and --cloud")
     check_connection(models, pair.connection)
     settings = GenerationSettings.build(pair.decoding.settings())
-    if measured.limit is not None and measured.limit < 1:
-        raise SettingsError(f"--limit is 1 or more, not {quote(measured.limit)}")
+    check_limit(measured.limit)
     items = load_set(measured.data)[: measured.limit]
     file = None if measured.traces is None else find_traces(measured.traces)
     known = None if file is None else read_traces(file)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from outrider.config import GenerationSettings, Loss
+from outrider.decoding.draft_length import MAX_K
 from outrider.errors import DataError, SettingsError, quote
 from outrider.files import read_json
 from outrider.numeric import is_integer, is_number
@@ -91,8 +92,8 @@ class GateFile:
         _require_data(good, f"epsilon is above 0 and below 1, not {quote(self.epsilon)}")
         losses = get_args(Loss)
         _require_data(self.loss in losses, f"loss is one of {', '.join(losses)}, not {quote(self.loss)}")
-        good = is_integer(self.k) and 1 <= self.k <= 64
-        _require_data(good, f"k is a whole number from 1 to 64, not {quote(self.k)}")
+        good = is_integer(self.k) and 1 <= self.k <= MAX_K
+        _require_data(good, f"k is a whole number from 1 to {MAX_K}, not {quote(self.k)}")
         good = is_integer(self.traces) and self.traces >= 1
         _require_data(good, f"traces is a whole number, 1 or more, not {quote(self.traces)}")
         _check_fractions(self, "risk", "escalation", "audit")

@@ -43,6 +43,7 @@ import numpy as np
 
 from outrider.config import GenerationSettings, Loss, check_choice
 from outrider.decoding.calibrated_gate import NO_MEAN_GATE
+from outrider.decoding.draft_length import MAX_K
 from outrider.decoding.gate import SIGNAL_NAMES, SignalName, Threshold
 from outrider.decoding.gate_file import GateFile, ModelId, SignalFit
 from outrider.errors import DataError, SettingsError, quote
@@ -210,5 +211,5 @@ def _check(epsilon: float, k: int | str, audit: float, seed: int) -> None:
         raise SettingsError(f"epsilon is above 0 and below 1, not {quote(epsilon)}")
     if k == "auto":
         raise SettingsError("a gate is calibrated for blocks of a fixed k, not 'auto'")
-    if isinstance(k, str) or not (is_integer(k) and 1 <= k <= 64):
-        raise SettingsError(f"k is a whole number from 1 to 64, not {quote(k)}")
+    if isinstance(k, str) or not (is_integer(k) and 1 <= k <= MAX_K):
+        raise SettingsError(f"k is a whole number from 1 to {MAX_K}, not {quote(k)}")
